@@ -1,0 +1,144 @@
+package errs
+
+import "slices"
+
+// Reason is the exact kind of an error. The set is closed: wire maps each and a test round-trips each.
+type Reason string
+
+// The reasons. Each one's code, retry and outcome are in the table below.
+const (
+	// The request is wrong as it stands.
+	InvalidField       Reason = "INVALID_FIELD"        // a value that cannot be; details: field
+	UnknownField       Reason = "UNKNOWN_FIELD"        // a key that does not exist; details: field
+	LimitExceeded      Reason = "LIMIT_EXCEEDED"       // larger than the door allows; details: field, limit, got
+	BelowFloor         Reason = "BELOW_FLOOR"          // a resource limit below what a sandbox needs; details: field, floor, got
+	AboveEveryNode     Reason = "ABOVE_EVERY_NODE"     // no node could ever hold it; details: resource, asked, largest
+	DuplicatePath      Reason = "DUPLICATE_PATH"       // two volumes on one path; details: path
+	UnsafePath         Reason = "UNSAFE_PATH"          // a path with "..", or not absolute; details: path
+	InvalidReference   Reason = "INVALID_REFERENCE"    // not an image reference; details: image
+	CommandNotFound    Reason = "COMMAND_NOT_FOUND"    // not in the image; details: command
+	CommandNotRunnable Reason = "COMMAND_NOT_RUNNABLE" // there, but not executable; details: command
+	UserNotFound       Reason = "USER_NOT_FOUND"       // not in the image's passwd; details: user
+	WrongArchitecture  Reason = "WRONG_ARCHITECTURE"   // the image has none for the node; details: image, want, has
+	ImageMalformed     Reason = "IMAGE_MALFORMED"      // a layer or config that cannot be used; details: image
+	AmbiguousName      Reason = "AMBIGUOUS_NAME"       // a name or prefix that matches several; details: matches
+
+	// Who is asking.
+	CredentialsMissing Reason = "CREDENTIALS_MISSING"
+	CredentialsInvalid Reason = "CREDENTIALS_INVALID"
+	NotAllowed         Reason = "NOT_ALLOWED"
+	RegistryDenied     Reason = "REGISTRY_DENIED" // the registry refused our credentials; details: registry
+
+	// It is not there.
+	ObjectNotFound  Reason = "OBJECT_NOT_FOUND" // details: kind, uid or name
+	ImageNotFound   Reason = "IMAGE_NOT_FOUND"  // the registry has no such reference; details: image
+	ProcessNotFound Reason = "PROCESS_NOT_FOUND"
+
+	// It conflicts with what is there.
+	StaleUID              Reason = "STALE_UID"               // the uid is of an earlier object of that name; details: uid, current_uid
+	StaleRevision         Reason = "STALE_REVISION"          // details: uid, revision, current_revision
+	OperationBodyMismatch Reason = "OPERATION_BODY_MISMATCH" // same operation id, other body
+	OperationExpired      Reason = "OPERATION_EXPIRED"       // older than the receipts' life
+	NameTaken             Reason = "NAME_TAKEN"              // details: name, uid
+	AlreadyAttached       Reason = "ALREADY_ATTACHED"        // details: volume, holder
+	StillReferenced       Reason = "STILL_REFERENCED"        // details: uid, references (bounded, comma separated), count
+	WrongPhase            Reason = "WRONG_PHASE"             // details: uid, phase
+	VolumeDiverged        Reason = "VOLUME_DIVERGED"         // details: volume, path
+	IncompatibleRuntime   Reason = "INCOMPATIBLE_RUNTIME"    // details: want, has
+	IncompatibleNode      Reason = "INCOMPATIBLE_NODE"       // CPU features, image path; details: node, missing
+
+	// There is not enough.
+	NoNodeFits  Reason = "NO_NODE_FITS"  // details: one per node: why not
+	DiskFull    Reason = "DISK_FULL"     // details: asked, left
+	TooMany     Reason = "TOO_MANY"      // a count or rate of the tenant's; details: resource, limit
+	QueueFull   Reason = "QUEUE_FULL"    // details: resource, limit
+	OutOfMemory Reason = "OUT_OF_MEMORY" // the node's; details: asked, left
+
+	// It cannot be reached now.
+	NoLeader            Reason = "NO_LEADER"
+	NodeAway            Reason = "NODE_AWAY" // details: node
+	Fenced              Reason = "FENCED"    // an epoch lower than the one in force; details: epoch, current_epoch
+	StoreUnavailable    Reason = "STORE_UNAVAILABLE"
+	StoreNotDurable     Reason = "STORE_NOT_DURABLE"
+	RegistryUnreachable Reason = "REGISTRY_UNREACHABLE" // details: registry
+	RegistryUntrusted   Reason = "REGISTRY_UNTRUSTED"   // TLS did not verify; details: registry
+	ShuttingDown        Reason = "SHUTTING_DOWN"
+	GuestSilent         Reason = "GUEST_SILENT" // guest init does not answer; details: uid
+
+	// It ended before it was known.
+	DeadlineExpired Reason = "DEADLINE_EXPIRED"
+	CallCancelled   Reason = "CALL_CANCELLED"
+	ReplyLost       Reason = "REPLY_LOST"
+
+	// It is damaged.
+	ArtefactDamaged Reason = "ARTEFACT_DAMAGED" // details: uid, file
+	DigestMismatch  Reason = "DIGEST_MISMATCH"  // details: want, got
+	StateDamaged    Reason = "STATE_DAMAGED"    // the node's state file; the message names the way out
+
+	NotSupported  Reason = "NOT_SUPPORTED"  // details: feature
+	SandboxFailed Reason = "SANDBOX_FAILED" // the runtime could not run it; details: step
+	InternalError Reason = "INTERNAL_ERROR"
+)
+
+type row struct {
+	code    Code
+	retry   Retry
+	outcome Outcome
+}
+
+var (
+	invalid     = row{InvalidArgument, Never, NotStarted}
+	notFound    = row{NotFound, Never, Terminal}
+	conflict    = row{Conflict, Never, NotStarted}
+	exhausted   = row{ResourceExhausted, AfterBackoff, NotStarted}
+	unavailable = row{Unavailable, AfterBackoff, NotStarted}
+	lost        = row{DataLoss, Never, Terminal}
+)
+
+var table = map[Reason]row{
+	InvalidField: invalid, UnknownField: invalid, LimitExceeded: invalid, BelowFloor: invalid,
+	AboveEveryNode: invalid, DuplicatePath: invalid, UnsafePath: invalid, InvalidReference: invalid,
+	CommandNotFound: invalid, CommandNotRunnable: invalid, UserNotFound: invalid,
+	WrongArchitecture: invalid, ImageMalformed: invalid, AmbiguousName: invalid,
+
+	CredentialsMissing: {Unauthenticated, Never, NotStarted},
+	CredentialsInvalid: {Unauthenticated, Never, NotStarted},
+	NotAllowed:         {PermissionDenied, Never, NotStarted},
+	RegistryDenied:     {PermissionDenied, Never, NotStarted},
+
+	ObjectNotFound: notFound, ImageNotFound: notFound, ProcessNotFound: notFound,
+
+	StaleUID: conflict, StaleRevision: conflict, OperationBodyMismatch: conflict,
+	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,
+	StillReferenced: conflict, WrongPhase: conflict, VolumeDiverged: conflict,
+	IncompatibleRuntime: conflict, IncompatibleNode: conflict,
+
+	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted,
+
+	NoLeader: unavailable, NodeAway: unavailable, Fenced: unavailable, StoreUnavailable: unavailable,
+	StoreNotDurable: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,
+	ShuttingDown: unavailable, GuestSilent: unavailable,
+
+	DeadlineExpired: {DeadlineExceeded, SameOperation, Unknown},
+	CallCancelled:   {Cancelled, SameOperation, Unknown},
+	ReplyLost:       {OutcomeUnknown, SameOperation, Unknown},
+
+	ArtefactDamaged: lost, DigestMismatch: lost, StateDamaged: lost,
+
+	NotSupported:  {Unsupported, Never, NotStarted},
+	SandboxFailed: {Internal, Never, Terminal},
+	InternalError: {Internal, SameOperation, Unknown},
+}
+
+// Reasons lists the closed set in a fixed order.
+func Reasons() []Reason {
+	all := make([]Reason, 0, len(table))
+	for r := range table {
+		all = append(all, r)
+	}
+	slices.Sort(all)
+	return all
+}
+
+// Known tells whether the reason is of the closed set.
+func Known(r Reason) bool { _, ok := table[r]; return ok }
