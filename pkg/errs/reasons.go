@@ -43,6 +43,9 @@ const (
 	AlreadyAttached       Reason = "ALREADY_ATTACHED"        // details: volume, holder
 	StillReferenced       Reason = "STILL_REFERENCED"        // details: uid, references (bounded, comma separated), count
 	WrongPhase            Reason = "WRONG_PHASE"             // details: uid, phase
+	IdentityMismatch      Reason = "IDENTITY_MISMATCH"       // the immutable digest is another; details: uid, want, has
+	AttemptVoid           Reason = "ATTEMPT_VOID"            // a commit's attempt that was settled as never applied; internal to the catalog
+	ResumeTooOld          Reason = "RESUME_TOO_OLD"          // the change log does not reach back there; details: after, oldest, current
 	VolumeDiverged        Reason = "VOLUME_DIVERGED"         // details: volume, path
 	IncompatibleRuntime   Reason = "INCOMPATIBLE_RUNTIME"    // details: want, has
 	IncompatibleNode      Reason = "INCOMPATIBLE_NODE"       // CPU features, image path; details: node, missing
@@ -112,6 +115,7 @@ var table = map[Reason]row{
 	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,
 	StillReferenced: conflict, WrongPhase: conflict, VolumeDiverged: conflict,
 	IncompatibleRuntime: conflict, IncompatibleNode: conflict,
+	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict,
 
 	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted,
 
