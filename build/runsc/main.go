@@ -1,0 +1,97 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
+// Command runsc is gVisor's runtime with a garbage collector policy of our own.
+//
+// One binary plays two very different parts. Most commands (create, start,
+// pause, checkpoint, state ...) live for milliseconds and would spend a good
+// share of them collecting garbage that dies with the process. The sandbox
+// itself ("boot") lives for days: it should collect rarely while it starts or
+// loads an image, and afterwards give back what that phase left in its heap,
+// because a node carries a thousand of them.
+//
+// runsc empties the environment of the sandbox process, so GOGC and GOMEMLIMIT
+// cannot do this from outside.
+package main
+
+import (
+	"os"
+	"runtime/debug"
+	"time"
+
+	"gvisor.dev/gvisor/runsc/cli/maincli"
+	"gvisor.dev/gvisor/runsc/version"
+)
+
+// The version is stamped by the linker; the reference keeps it in the binary,
+// and with it gVisor's own refusal to restore an image of another build.
+var _ = version.Version()
+
+const (
+	// shortLimit bounds the heap of a command that runs without a collector:
+	// near it the collector comes back, so that "wait" or "events", which may
+	// run for hours, cannot grow without end.
+	shortLimit = 64 << 20
+
+	bootPercent   = 400
+	settlePercent = 50
+)
+
+// settleAfter are the moments after the start of a sandbox at which its heap is
+// trimmed: once when an ordinary start or restore is over, and once more for a
+// restore that took longer than that.
+var settleAfter = []time.Duration{4 * time.Second, 20 * time.Second}
+
+func main() {
+	switch role(os.Args) {
+	case sandbox:
+		debug.SetGCPercent(bootPercent)
+		go settle()
+	case gofer:
+		// Long-lived, and small: the default suits it.
+	default:
+		debug.SetGCPercent(-1)
+		debug.SetMemoryLimit(shortLimit)
+	}
+	maincli.Main()
+}
+
+// settle trims the heap when the sandbox is up. It ends by itself; the process
+// outlives it.
+func settle() {
+	var passed time.Duration
+	for _, at := range settleAfter {
+		time.Sleep(at - passed)
+		passed = at
+		debug.SetGCPercent(settlePercent)
+		debug.FreeOSMemory()
+	}
+}
+
+type part int
+
+const (
+	command part = iota
+	sandbox
+	gofer
+)
+
+// role finds the part this process plays. runsc starts its own long-lived
+// children with a first argument that names them, and keeps the subcommand when
+// such a child executes itself again; the flags between the two are all of the
+// form --name=value, so the first bare argument is the subcommand.
+func role(args []string) part {
+	for _, a := range args[1:] {
+		if len(a) > 0 && a[0] == '-' {
+			continue
+		}
+		switch a {
+		case "boot":
+			return sandbox
+		case "gofer":
+			return gofer
+		}
+		return command
+	}
+	return command
+}
