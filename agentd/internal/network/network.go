@@ -1,0 +1,223 @@
+// Package network prepares what a sandbox needs to be on a network, and takes it back.
+//
+// So far there is one mode, ModeNone: loopback only. Making a network namespace takes locks of the
+// whole machine, so a pool makes them ahead of need.
+//
+// # Lifecycle of a namespace
+//
+//	made (anonymous, loopback up) -> idle in the pool -> leased to one sandbox -> entered by it -> gone
+//
+// A namespace has no name and no mount: it lives as long as someone holds it. The pool holds it by a
+// descriptor until the lease is released; the sandbox holds it by being in it. So nothing is left
+// behind by an agent that is killed at any line, and there is nothing to reconcile.
+//
+// A namespace is handed out once: the runtime takes the addresses out of the namespace that it enters,
+// and a restore needs a fresh one too.
+package network
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"runtime"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// Mode is what a sandbox may reach.
+type Mode string
+
+// ModeNone reaches nothing but the sandbox itself.
+const ModeNone Mode = "none"
+
+// Lease is one sandbox's network.
+type Lease struct {
+	uid  string
+	mode Mode
+	path string
+
+	mu sync.Mutex
+	fd int // -1 once released
+}
+
+// UID is the sandbox it was acquired for.
+func (l *Lease) UID() string { return l.uid }
+
+// Mode is the mode it was acquired with.
+func (l *Lease) Mode() Mode { return l.mode }
+
+// Path names the namespace for the OCI spec. It is good until Release and in every process that sees
+// the host's processes.
+func (l *Lease) Path() string { return l.path }
+
+// Release lets go of the namespace; a sandbox that has entered it keeps it. It may be called as soon
+// as the sandbox runs, and must be called in the end. Idempotent.
+func (l *Lease) Release() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.fd < 0 {
+		return nil
+	}
+	fd := l.fd
+	l.fd = -1
+	if err := unix.Close(fd); err != nil {
+		return errs.Wrap(err, errs.InternalError, "close the network namespace of sandbox %s: %v", l.uid, err)
+	}
+	return nil
+}
+
+// Options of a pool.
+type Options struct {
+	// Size is how many namespaces are kept ready; 0 makes each when it is asked for.
+	Size int
+	// Log is slog.Default() when nil.
+	Log *slog.Logger
+}
+
+// Pool keeps namespaces ready. Safe for concurrent use.
+type Pool struct {
+	log    *slog.Logger
+	idle   chan int
+	cancel context.CancelFunc
+	done   chan struct{}
+}
+
+// NewPool starts a pool; it fills in the background. Close ends it.
+func NewPool(opts Options) *Pool {
+	if opts.Log == nil {
+		opts.Log = slog.Default()
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	p := &Pool{log: opts.Log, idle: make(chan int, max(opts.Size, 0)), cancel: cancel, done: make(chan struct{})}
+	if opts.Size <= 0 {
+		close(p.done)
+		return p
+	}
+	go p.fill(ctx)
+	return p
+}
+
+// Idle is how many are ready now.
+func (p *Pool) Idle() int { return len(p.idle) }
+
+// Acquire gives the sandbox a network of the mode: a ready namespace, or a new one when none is.
+// NOT_SUPPORTED for a mode that this node does not have. Nothing is held after an error.
+func (p *Pool) Acquire(ctx context.Context, uid string, mode Mode) (*Lease, error) {
+	if mode != ModeNone {
+		return nil, errs.New(errs.NotSupported, "the network mode %q is not available on this node; ask for %q", mode, ModeNone).With("feature", "network "+string(mode))
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	select {
+	case <-p.done:
+		if cap(p.idle) > 0 {
+			return nil, errs.New(errs.ShuttingDown, "the network pool is closed")
+		}
+	default:
+	}
+	fd, err := p.take()
+	if err != nil {
+		return nil, err
+	}
+	return &Lease{uid: uid, mode: mode, fd: fd, path: fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), fd)}, nil
+}
+
+func (p *Pool) take() (int, error) {
+	select {
+	case fd := <-p.idle:
+		return fd, nil
+	default:
+		return newNamespace()
+	}
+}
+
+// fill keeps the pool full until its context ends.
+func (p *Pool) fill(ctx context.Context) {
+	defer close(p.done)
+	retry := time.NewTimer(0)
+	defer retry.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-retry.C:
+		}
+		fd, err := newNamespace()
+		if err != nil {
+			p.log.Error("make a network namespace for the pool", "error", err)
+			retry.Reset(time.Second)
+			continue
+		}
+		select {
+		case p.idle <- fd:
+			retry.Reset(0)
+		case <-ctx.Done():
+			_ = unix.Close(fd) // never handed out
+			return
+		}
+	}
+}
+
+// Close ends the pool and gives up the namespaces that nobody leased. Leases stay good.
+func (p *Pool) Close() error {
+	p.cancel()
+	<-p.done
+	for {
+		select {
+		case fd := <-p.idle:
+			_ = unix.Close(fd) // the last holder: nothing can be left of it
+		default:
+			return nil
+		}
+	}
+}
+
+// newNamespace makes an anonymous namespace with loopback up and gives a descriptor of it.
+func newNamespace() (int, error) {
+	type result struct {
+		fd  int
+		err error
+	}
+	done := make(chan result, 1)
+	go func() {
+		// Never unlocked: the thread that entered the new namespace ends with this goroutine.
+		runtime.LockOSThread()
+		fd, err := namespaceOnThread()
+		done <- result{fd, err}
+	}()
+	r := <-done
+	if r.err != nil {
+		return -1, errs.Wrap(r.err, errs.InternalError, "make a network namespace: %v", r.err)
+	}
+	return r.fd, nil
+}
+
+func namespaceOnThread() (int, error) {
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		return -1, fmt.Errorf("unshare: %w", err)
+	}
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return -1, fmt.Errorf("open netlink: %w", err)
+	}
+	defer h.Close()
+	lo, err := h.LinkByName("lo")
+	if err != nil {
+		return -1, fmt.Errorf("find loopback: %w", err)
+	}
+	if err := h.LinkSetUp(lo); err != nil {
+		return -1, fmt.Errorf("set loopback up: %w", err)
+	}
+	fd, err := unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open the namespace: %w", err)
+	}
+	return fd, nil
+}
