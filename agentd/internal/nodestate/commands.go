@@ -1,0 +1,76 @@
+package nodestate
+
+import (
+	"encoding/binary"
+	"time"
+
+	bolt "go.etcd.io/bbolt"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// Command is a finished command and what it gave.
+type Command struct {
+	ID string `json:"id"`
+	// Kind is the method, Digest that of its body without epochs and request id.
+	Kind   string `json:"kind"`
+	Digest string `json:"digest"`
+	// Result is the encoded answer; Error the encoded envelope of a failure that is final.
+	Result []byte    `json:"result,omitempty"`
+	Error  []byte    `json:"error,omitempty"`
+	Done   time.Time `json:"done"`
+}
+
+// Command reads the result of a finished command. ok is false when there is none.
+// OPERATION_BODY_MISMATCH when the id was used with another body.
+func (s *Store) Command(id, kind, digest string) (cmd Command, ok bool, err error) {
+	err = s.view(func(tx *bolt.Tx) error {
+		data := tx.Bucket(bucketCommands).Get([]byte(id))
+		if data == nil {
+			return nil
+		}
+		if err := decode(data, &cmd, "command", id); err != nil {
+			return err
+		}
+		ok = true
+		return nil
+	})
+	if err == nil && ok && (cmd.Kind != kind || cmd.Digest != digest) {
+		return Command{}, false, errs.New(errs.OperationBodyMismatch, "the command id %s was used with another body", id)
+	}
+	return cmd, ok, err
+}
+
+// PutCommand keeps a result. The oldest ones go when there are too many.
+func (s *Store) PutCommand(cmd Command) error {
+	cmd.Done = s.now()
+	return s.update(func(tx *bolt.Tx) error {
+		b, byTime := tx.Bucket(bucketCommands), tx.Bucket(bucketByTime)
+		if b.Get([]byte(cmd.ID)) != nil {
+			return nil
+		}
+		if err := put(b, cmd.ID, cmd); err != nil {
+			return err
+		}
+		if err := byTime.Put(timeKey(cmd.Done, cmd.ID), nil); err != nil {
+			return err
+		}
+		// The sequence counts what was put and dropped, so that nothing has to be counted by walking.
+		n := byTime.Sequence() + 1
+		c := byTime.Cursor()
+		for k, _ := c.First(); k != nil && n > uint64(s.commands); k, _ = c.First() {
+			if err := b.Delete(k[8:]); err != nil {
+				return err
+			}
+			if err := c.Delete(); err != nil {
+				return err
+			}
+			n--
+		}
+		return byTime.SetSequence(n)
+	})
+}
+
+func timeKey(t time.Time, id string) []byte {
+	return append(binary.BigEndian.AppendUint64(nil, uint64(t.UnixNano())), id...)
+}

@@ -1,0 +1,215 @@
+package nodestate
+
+import (
+	"encoding/json"
+	"fmt"
+	"time"
+
+	bolt "go.etcd.io/bbolt"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/snapshot"
+)
+
+// Intent is what agentd is doing with a sandbox. It is written before the first effect.
+type Intent string
+
+// The intents. An unfinished start or restore is undone after a crash; an unfinished delete is
+// finished; a sandbox that is kept is attached to again.
+const (
+	IntentStart   Intent = "start"
+	IntentRestore Intent = "restore"
+	IntentKeep    Intent = "keep"
+	IntentDelete  Intent = "delete"
+)
+
+// Capture is a checkpoint that is going on. It is written before the sandbox is frozen and removed
+// once it runs again; a crash between the two leaves it, and the next agentd lets the sandbox go on.
+type Capture struct {
+	SnapshotUID string    `json:"snapshot_uid,omitempty"`
+	Began       time.Time `json:"began"`
+}
+
+// Sandbox is what the node knows of a sandbox.
+type Sandbox struct {
+	UID        string       `json:"uid"`
+	Tenant     string       `json:"tenant"`
+	Name       string       `json:"name,omitempty"`
+	Generation int64        `json:"generation"`
+	Spec       sandbox.Spec `json:"spec"`
+	Created    time.Time    `json:"created"`
+	// CommandID is the command that made it.
+	CommandID string `json:"command_id"`
+
+	Intent Intent `json:"intent"`
+	// Step is the last step whose end was recorded.
+	Step  string        `json:"step,omitempty"`
+	Phase sandbox.Phase `json:"phase"`
+
+	ImageDigest  string   `json:"image_digest,omitempty"`
+	ErofsDigest  string   `json:"erofs_digest,omitempty"`
+	ImagePath    string   `json:"image_path,omitempty"`
+	Bundle       string   `json:"bundle,omitempty"`
+	Flags        []string `json:"flags,omitempty"`
+	RestoredFrom string   `json:"restored_from,omitempty"`
+	Hostname     string   `json:"hostname,omitempty"`
+	Netns        string   `json:"netns,omitempty"`
+	// Handle is the driver's, opaque.
+	Handle []byte `json:"handle,omitempty"`
+	// GuestGeneration is the channel generation of its guest init.
+	GuestGeneration uint64 `json:"guest_generation,omitempty"`
+	// HasMain: a command of its own was started; its end is the sandbox's end.
+	HasMain bool `json:"has_main,omitempty"`
+
+	Capture    *Capture      `json:"capture,omitempty"`
+	StartTime  time.Time     `json:"start_time,omitzero"`
+	ExitCode   *int32        `json:"exit_code,omitempty"`
+	Reason     string        `json:"reason,omitempty"`
+	Message    string        `json:"message,omitempty"`
+	LastFreeze time.Duration `json:"last_freeze,omitempty"`
+
+	// Observation counts the changes worth reporting. Acked is the highest that the coordinator has
+	// taken; a report is due while it is lower.
+	Observation uint64 `json:"observation"`
+	Acked       uint64 `json:"acked,omitempty"`
+}
+
+// SnapshotState is where an artefact stands.
+type SnapshotState string
+
+// The states. Before Ready nothing is at the artefact's own path; after Deleting it may be gone.
+const (
+	SnapshotSaving   SnapshotState = "saving"
+	SnapshotReady    SnapshotState = "ready"
+	SnapshotDeleting SnapshotState = "deleting"
+)
+
+// Snapshot is an artefact that the node holds, or is making or removing.
+type Snapshot struct {
+	UID              string          `json:"uid"`
+	Tenant           string          `json:"tenant"`
+	SourceSandboxUID string          `json:"source_sandbox_uid"`
+	State            SnapshotState   `json:"state"`
+	Created          time.Time       `json:"created"`
+	CommandID        string          `json:"command_id"`
+	Status           snapshot.Status `json:"status"`
+}
+
+// PutSandbox writes a record as a whole. The observation counter must not go down.
+func (s *Store) PutSandbox(rec Sandbox) error {
+	return s.update(func(tx *bolt.Tx) error {
+		b := tx.Bucket(bucketSandboxes)
+		if old := b.Get([]byte(rec.UID)); old != nil {
+			var was Sandbox
+			if err := decode(old, &was, "sandbox", rec.UID); err != nil {
+				return err
+			}
+			if was.Observation > rec.Observation {
+				return errs.New(errs.StaleRevision, "the record of sandbox %s is at observation %d, not %d", rec.UID, was.Observation, rec.Observation).With("uid", rec.UID)
+			}
+			rec.Acked = max(rec.Acked, was.Acked)
+		}
+		return put(b, rec.UID, rec)
+	})
+}
+
+// AckSandbox notes that the coordinator took an observation. Unknown uids are nil.
+func (s *Store) AckSandbox(uid string, observation uint64) error {
+	return s.update(func(tx *bolt.Tx) error {
+		b := tx.Bucket(bucketSandboxes)
+		old := b.Get([]byte(uid))
+		if old == nil {
+			return nil
+		}
+		var rec Sandbox
+		if err := decode(old, &rec, "sandbox", uid); err != nil {
+			return err
+		}
+		if rec.Acked >= observation {
+			return nil
+		}
+		rec.Acked = min(observation, rec.Observation)
+		return put(b, uid, rec)
+	})
+}
+
+// Sandbox reads one record; OBJECT_NOT_FOUND.
+func (s *Store) Sandbox(uid string) (Sandbox, error) {
+	var rec Sandbox
+	return rec, s.get(bucketSandboxes, "sandbox", uid, &rec)
+}
+
+// Sandboxes reads all records, in the order of their uids.
+func (s *Store) Sandboxes() ([]Sandbox, error) {
+	return list[Sandbox](s, bucketSandboxes, "sandbox")
+}
+
+// RemoveSandbox removes a record. Idempotent.
+func (s *Store) RemoveSandbox(uid string) error { return s.remove(bucketSandboxes, uid) }
+
+// PutSnapshot writes a record as a whole.
+func (s *Store) PutSnapshot(rec Snapshot) error {
+	return s.update(func(tx *bolt.Tx) error { return put(tx.Bucket(bucketSnapshots), rec.UID, rec) })
+}
+
+// Snapshot reads one record; OBJECT_NOT_FOUND.
+func (s *Store) Snapshot(uid string) (Snapshot, error) {
+	var rec Snapshot
+	return rec, s.get(bucketSnapshots, "snapshot", uid, &rec)
+}
+
+// Snapshots reads all records, in the order of their uids.
+func (s *Store) Snapshots() ([]Snapshot, error) {
+	return list[Snapshot](s, bucketSnapshots, "snapshot")
+}
+
+// RemoveSnapshot removes a record. Idempotent.
+func (s *Store) RemoveSnapshot(uid string) error { return s.remove(bucketSnapshots, uid) }
+
+func put(b *bolt.Bucket, key string, v any) error {
+	data, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return b.Put([]byte(key), data)
+}
+
+func decode(data []byte, v any, kind, key string) error {
+	if err := json.Unmarshal(data, v); err != nil {
+		return errs.Wrap(err, errs.StateDamaged, "the record of %s %s in the state file cannot be read; stop agentd and keep the file before anything else", kind, key)
+	}
+	return nil
+}
+
+func (s *Store) get(bucket []byte, kind, uid string, v any) error {
+	return s.view(func(tx *bolt.Tx) error {
+		data := tx.Bucket(bucket).Get([]byte(uid))
+		if data == nil {
+			return errs.New(errs.ObjectNotFound, "this node has no %s %s", kind, uid).With("kind", kind).With("uid", uid)
+		}
+		return decode(data, v, kind, uid)
+	})
+}
+
+func list[T any](s *Store, bucket []byte, kind string) ([]T, error) {
+	var all []T
+	err := s.view(func(tx *bolt.Tx) error {
+		return tx.Bucket(bucket).ForEach(func(k, data []byte) error {
+			var rec T
+			if err := decode(data, &rec, kind, string(k)); err != nil {
+				return err
+			}
+			all = append(all, rec)
+			return nil
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list the records of kind %s: %w", kind, err)
+	}
+	return all, nil
+}
+
+func (s *Store) remove(bucket []byte, uid string) error {
+	return s.update(func(tx *bolt.Tx) error { return tx.Bucket(bucket).Delete([]byte(uid)) })
+}
