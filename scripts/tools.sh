@@ -122,7 +122,7 @@ check_golangci-lint() { "$1/bin/golangci-lint" version | grep >/dev/null "versio
 
 # ---- programs from Debian ---------------------------------------------------
 
-version_erofs() { echo "$EROFS_VERSION"; }
+version_erofs() { echo "$EROFS_VERSION-static"; }
 build_erofs() {
 	logged erofs apt_install gcc make autoconf automake libtool pkg-config uuid-dev liblz4-dev zlib1g-dev || return 1
 	local src=$1/src
@@ -130,8 +130,9 @@ build_erofs() {
 	logged erofs debian_source "$src" "$EROFS_SUITE" erofs-utils "$EROFS_VERSION" "$EROFS_ORIG" "$EROFS_SHA256" &&
 		tar -xf "$src/$EROFS_ORIG" -C "$src" --strip-components=1 &&
 		(cd "$src" && logged erofs ./autogen.sh &&
-			logged erofs ./configure --disable-fuse --without-selinux --enable-multithreading &&
-			logged erofs make -j"$(nproc)") || return 1
+			logged erofs ./configure --disable-fuse --without-selinux --enable-multithreading --enable-lz4 \
+				--disable-lzma --without-libdeflate --without-libzstd --without-xxhash &&
+			logged erofs make -j"$(nproc)" LDFLAGS=-all-static) || return 1
 	local p
 	for p in mkfs dump fsck; do
 		install -s -m 755 "$src/$p/$p.erofs" "$1/bin/" || return 1
