@@ -1,0 +1,28 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
+// Package flatten turns the layers of an OCI image into one EROFS file that shows what an overlayfs
+// mount of the same layers shows.
+//
+// Each layer is decompressed once, into a nameless spool file, and read into a tree of its own, several
+// layers at a time. The trees are then merged from the bottom up by overlayfs' rules, and the result is
+// streamed as one tar archive, in sorted order, into mkfs.erofs. Nothing of an image is ever created in
+// a file system of the host: there is no path to traverse and no device node or setuid file to leave
+// behind, and root's rights are not needed for it.
+//
+// What decides between two readings of a layer is what containerd's overlayfs snapshotter would show:
+//
+//   - an entry's parents are looked up in its own layer, symbolic links of that layer followed inside
+//     the image's root; a parent that the layer does not list is a directory with the attributes of the
+//     one below, or 0755 root:root where there is none;
+//   - a whiteout and an opaque marker hide what lower layers hold and nothing of their own layer, in
+//     whichever order the archive has them; a character device 0:0 is a whiteout;
+//   - attributes of the root directory are 0755 root:root whatever an archive says of ".";
+//   - xattrs of the trusted namespace, and those that no file system would take, are left out.
+//
+// Two things differ on purpose. A directory that a layer changes without listing it keeps the time it
+// had (an unpacked overlay has the time of unpacking). A hard link to a file of a lower layer shares the
+// inode with all names of that file.
+//
+// The same layers give the same bytes: order, times, and numbering depend on the layers alone.
+package flatten

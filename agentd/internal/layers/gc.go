@@ -1,0 +1,325 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
+package layers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+)
+
+// Removed is a file that GC or Recover removed.
+type Removed struct {
+	Digest digest.Digest
+	Size   int64
+}
+
+// Remove removes an image's file and records, and its layers in containerd. One that is held is refused
+// with STILL_REFERENCED; one that is not there is IMAGE_NOT_FOUND.
+func (s *Store) Remove(ctx context.Context, dgst digest.Digest) error {
+	file, err := s.fileOf(dgst)
+	if err != nil {
+		return err
+	}
+	_, err = s.remove(ctx, file)
+	return err
+}
+
+// remove is Remove for the digest of a file, and says how large it was.
+func (s *Store) remove(ctx context.Context, file digest.Digest) (int64, error) {
+	size, manifests, err := s.removeFiles(file)
+	if err != nil {
+		return 0, err
+	}
+	// Layers are a cache: failing to drop them does not undo the removal. Recover tries again.
+	if err := s.remote.forget(ctx, manifests); err != nil {
+		s.log.WarnContext(ctx, "layers stay in containerd until the next start", "image", file, "error", err)
+	}
+	return size, nil
+}
+
+func (s *Store) removeFiles(file digest.Digest) (int64, []digest.Digest, error) {
+	unlock, err := s.disk.lock()
+	if err != nil {
+		return 0, nil, s.hostError("remove", err)
+	}
+	defer unlock()
+	held, err := s.holdersOf(file)
+	if err != nil {
+		return 0, nil, err
+	}
+	if len(held) > 0 {
+		return 0, nil, stillHeld(file, held)
+	}
+	manifests, err := s.dropRecords(file)
+	if err != nil {
+		return 0, nil, s.hostError("remove", err)
+	}
+	size, err := s.unlink(file)
+	if err != nil {
+		return 0, nil, s.hostError("remove", err)
+	}
+	return size, manifests, nil
+}
+
+// dropRecords removes the records that lead to a file. The caller holds the lock.
+func (s *Store) dropRecords(file digest.Digest) ([]digest.Digest, error) {
+	all, _, err := s.disk.all()
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	var manifests []digest.Digest
+	for _, r := range all {
+		if r.ErofsDigest == file {
+			names = append(names, s.disk.recordName(r.ManifestDigest))
+			manifests = append(manifests, r.ManifestDigest)
+		}
+	}
+	return manifests, removeDurably(s.disk.records(), names...)
+}
+
+// unlink removes a file and its empty folder of holders. The caller holds the lock and has looked for holders.
+func (s *Store) unlink(file digest.Digest) (int64, error) {
+	path := s.disk.erofsPath(file)
+	var size int64
+	if st, err := os.Stat(path); err == nil {
+		size = st.Size()
+	}
+	if err := removeDurably(s.disk.images(), filepath.Base(path)); err != nil {
+		return 0, err
+	}
+	if err := os.RemoveAll(filepath.Join(s.disk.holders(), file.Encoded())); err != nil {
+		return 0, err
+	}
+	return size, nil
+}
+
+// GC frees room until the disk of the root has so many bytes free, or nothing is left to give up: first the
+// layers kept in containerd, then images without a holder, the one not asked for the longest first. It
+// returns what it removed, also with an error. It can be cut short anywhere and called again.
+func (s *Store) GC(ctx context.Context, targetFreeBytes int64) ([]Removed, error) {
+	if enough, err := s.enoughFree(targetFreeBytes); enough || err != nil {
+		return nil, err
+	}
+	if err := s.remote.forgetAll(ctx); err != nil {
+		s.log.WarnContext(ctx, "layers kept in containerd could not be dropped", "error", err)
+	}
+	candidates, err := s.byLastUse()
+	if err != nil {
+		return nil, s.hostError("collect", err)
+	}
+	var removed []Removed
+	for _, file := range candidates {
+		if err := ctx.Err(); err != nil {
+			return removed, context.Cause(ctx)
+		}
+		if enough, err := s.enoughFree(targetFreeBytes); enough || err != nil {
+			return removed, err
+		}
+		// Whether it is held is decided under the lock, not by an earlier look.
+		size, err := s.remove(ctx, file)
+		switch {
+		case err == nil:
+			removed = append(removed, Removed{Digest: file, Size: size})
+			s.log.InfoContext(ctx, "image removed to free room", "image", file, "bytes", size)
+		case isHeld(err):
+		default:
+			return removed, err
+		}
+	}
+	return removed, nil
+}
+
+func (s *Store) enoughFree(target int64) (bool, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(s.disk.root, &st); err != nil {
+		return false, s.hostError("collect", err)
+	}
+	return int64(st.Bavail)*st.Bsize >= target, nil
+}
+
+// byLastUse lists the files, the longest unused first. A record's own time is when it was last asked for.
+func (s *Store) byLastUse() ([]digest.Digest, error) {
+	all, _, err := s.disk.all()
+	if err != nil {
+		return nil, err
+	}
+	last := map[digest.Digest]int64{}
+	for _, r := range all {
+		at := int64(0)
+		if st, err := os.Stat(filepath.Join(s.disk.records(), s.disk.recordName(r.ManifestDigest))); err == nil {
+			at = st.ModTime().UnixNano()
+		}
+		last[r.ErofsDigest] = max(last[r.ErofsDigest], at)
+	}
+	files := make([]digest.Digest, 0, len(last))
+	for f := range last {
+		files = append(files, f)
+	}
+	slices.SortFunc(files, func(a, b digest.Digest) int {
+		if last[a] != last[b] {
+			if last[a] < last[b] {
+				return -1
+			}
+			return 1
+		}
+		return strings.Compare(string(a), string(b))
+	})
+	return files, nil
+}
+
+// Report is what Recover found and did.
+type Report struct {
+	Staging  int             // abandoned staging folders removed
+	Orphans  []Removed       // files without record and holder, removed
+	Dropped  []string        // records removed because they or their files were damaged
+	Damaged  []digest.Digest // held files that are missing or of the wrong size: their holders cannot be restored here until the image is pulled again
+	Contents int             // images in containerd without a record, removed
+}
+
+// Recover brings the folder into a consistent state after a crash. It is called at start, before the first
+// Ensure, and is safe while another process uses the same root.
+func (s *Store) Recover(ctx context.Context) (Report, error) {
+	var rep Report
+	var all []error
+	n, err := s.clearStaging()
+	rep.Staging = n
+	all = append(all, err, s.recoverFiles(&rep))
+	known, _, err := s.disk.all()
+	if err == nil {
+		keep := make(map[digest.Digest]bool, len(known))
+		for _, r := range known {
+			keep[r.ManifestDigest] = true
+		}
+		rep.Contents, err = s.remote.forgetUnknown(ctx, keep)
+	}
+	return rep, errors.Join(append(all, err)...)
+}
+
+// clearStaging removes the folders whose owner is gone.
+func (s *Store) clearStaging() (int, error) {
+	unlockRoot, err := s.disk.lock() // a folder is made and locked under it
+	if err != nil {
+		return 0, err
+	}
+	defer unlockRoot()
+	entries, err := os.ReadDir(s.disk.staging())
+	if err != nil {
+		return 0, err
+	}
+	var all []error
+	n := 0
+	for _, e := range entries {
+		dir := filepath.Join(s.disk.staging(), e.Name())
+		unlock, err := tryLockFile(filepath.Join(dir, "lock"))
+		if err != nil || unlock == nil {
+			if err != nil && !errors.Is(err, os.ErrNotExist) {
+				all = append(all, err)
+			}
+			continue
+		}
+		err = os.RemoveAll(dir)
+		unlock()
+		if err != nil {
+			all = append(all, err)
+			continue
+		}
+		n++
+	}
+	return n, errors.Join(all...)
+}
+
+func (s *Store) recoverFiles(rep *Report) error {
+	unlock, err := s.disk.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	good, damaged, err := s.disk.all()
+	if err != nil {
+		return err
+	}
+	bad := damaged
+	known := map[digest.Digest]bool{}
+	for _, r := range good {
+		if s.disk.present(r) {
+			known[r.ErofsDigest] = true
+			continue
+		}
+		bad = append(bad, s.disk.recordName(r.ManifestDigest))
+	}
+	for _, dir := range []string{s.disk.records(), s.disk.refs()} {
+		if err := dropUnfinished(dir); err != nil {
+			return err
+		}
+	}
+	if err := removeDurably(s.disk.records(), bad...); err != nil {
+		return err
+	}
+	rep.Dropped = bad
+	held, err := s.Holds(context.Background())
+	if err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(s.disk.images())
+	if err != nil {
+		return err
+	}
+	there := map[digest.Digest]bool{}
+	for _, e := range entries {
+		name, ok := strings.CutSuffix(e.Name(), ".erofs")
+		file := digest.NewDigestFromEncoded(digest.SHA256, name)
+		if !ok || file.Validate() != nil {
+			continue
+		}
+		there[file] = true
+		if known[file] || len(held[file]) > 0 {
+			continue
+		}
+		size, err := s.unlink(file)
+		if err != nil {
+			return fmt.Errorf("remove %s: %w", e.Name(), err)
+		}
+		rep.Orphans = append(rep.Orphans, Removed{Digest: file, Size: size})
+	}
+	for file := range held {
+		if !there[file] || !known[file] && s.disk.sizeWrong(file, good) {
+			rep.Damaged = append(rep.Damaged, file)
+		}
+	}
+	return nil
+}
+
+// sizeWrong tells whether a record says another size than the file has.
+func (d disk) sizeWrong(file digest.Digest, all []record) bool {
+	for _, r := range all {
+		if r.ErofsDigest == file {
+			return !d.present(r)
+		}
+	}
+	return false
+}
+
+// dropUnfinished removes what writeJSON left behind when it was cut short.
+func dropUnfinished(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	var names []string
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), ".new-") {
+			names = append(names, e.Name())
+		}
+	}
+	return removeDurably(dir, names...)
+}

@@ -1,0 +1,196 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
+package layers
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// Holder is who needs an image's file: a sandbox or a snapshot, by its uid.
+type Holder struct {
+	Name  string    `json:"name"`
+	Node  string    `json:"node"`
+	Since time.Time `json:"since"`
+}
+
+var holderName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$`)
+
+const maxListed = 10
+
+func checkHolder(name string) error {
+	if !holderName.MatchString(name) {
+		return errs.New(errs.InvalidField, "%q cannot hold an image: use the uid of a sandbox or snapshot", name).With("field", "holder")
+	}
+	return nil
+}
+
+// Hold keeps an image's file until the holder releases it. The digest may be of the file, the manifest or
+// the index. It is durable when it returns, and holding twice is holding once. An image that is not there
+// is IMAGE_NOT_FOUND.
+func (s *Store) Hold(_ context.Context, dgst digest.Digest, holder string) error {
+	if err := checkHolder(holder); err != nil {
+		return err
+	}
+	unlock, err := s.disk.lock()
+	if err != nil {
+		return s.hostError("hold", err)
+	}
+	defer unlock()
+	file, err := s.fileOf(dgst)
+	if err != nil {
+		return err
+	}
+	return s.holdLocked(file, holder)
+}
+
+func (s *Store) holdLocked(file digest.Digest, holder string) error {
+	if _, err := os.Stat(s.disk.erofsPath(file)); errors.Is(err, os.ErrNotExist) {
+		return notHere(file.String())
+	} else if err != nil {
+		return s.hostError("hold", err)
+	}
+	dir := filepath.Join(s.disk.holders(), file.Encoded())
+	path := filepath.Join(dir, holder)
+	if _, err := os.Stat(path); err == nil {
+		return nil
+	}
+	if err := os.Mkdir(dir, 0o700); err == nil {
+		if err := syncDir(s.disk.holders()); err != nil {
+			return s.hostError("hold", err)
+		}
+	} else if !errors.Is(err, os.ErrExist) {
+		return s.hostError("hold", err)
+	}
+	if err := writeJSON(path, Holder{Name: holder, Node: s.cfg.Node, Since: time.Now().UTC()}); err != nil {
+		return s.hostError("hold", err)
+	}
+	return nil
+}
+
+// Release ends a hold. Releasing what is not held is success: the end is the same.
+func (s *Store) Release(_ context.Context, dgst digest.Digest, holder string) error {
+	if err := checkHolder(holder); err != nil {
+		return err
+	}
+	unlock, err := s.disk.lock()
+	if err != nil {
+		return s.hostError("release", err)
+	}
+	defer unlock()
+	file, err := s.fileOf(dgst)
+	if errs.Has(err, errs.ImageNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	dir := filepath.Join(s.disk.holders(), file.Encoded())
+	if err := removeDurably(dir, holder); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return s.hostError("release", err)
+	}
+	return nil
+}
+
+// Holders lists who holds an image's file, by name.
+func (s *Store) Holders(_ context.Context, dgst digest.Digest) ([]Holder, error) {
+	file, err := s.fileOf(dgst)
+	if err != nil {
+		return nil, err
+	}
+	return s.holdersOf(file)
+}
+
+// Holds lists every hold under the root, by the digest of the file: what reconcile compares with the
+// sandboxes and snapshots it knows. Those of other nodes are of a shared root, and theirs to release.
+func (s *Store) Holds(_ context.Context) (map[digest.Digest][]Holder, error) {
+	entries, err := os.ReadDir(s.disk.holders())
+	if err != nil {
+		return nil, s.hostError("holders", err)
+	}
+	all := make(map[digest.Digest][]Holder)
+	for _, e := range entries {
+		file := digest.NewDigestFromEncoded(digest.SHA256, e.Name())
+		if file.Validate() != nil {
+			continue
+		}
+		held, err := s.holdersOf(file)
+		if err != nil {
+			return nil, err
+		}
+		if len(held) > 0 {
+			all[file] = held
+		}
+	}
+	return all, nil
+}
+
+func (s *Store) holdersOf(file digest.Digest) ([]Holder, error) {
+	dir := filepath.Join(s.disk.holders(), file.Encoded())
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, s.hostError("holders", err)
+	}
+	var all []Holder
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), ".") {
+			continue // being written
+		}
+		h := Holder{}
+		// The name is the hold: one whose content is damaged holds all the same.
+		if err := readJSON(filepath.Join(dir, e.Name()), &h); errors.Is(err, errNotRecorded) {
+			continue
+		}
+		h.Name = e.Name()
+		all = append(all, h)
+	}
+	slices.SortFunc(all, func(a, b Holder) int { return strings.Compare(a.Name, b.Name) })
+	return all, nil
+}
+
+func stillHeld(file digest.Digest, held []Holder) error {
+	names := make([]string, 0, maxListed)
+	for _, h := range held[:min(len(held), maxListed)] {
+		names = append(names, h.Name)
+	}
+	list := strings.Join(names, ",")
+	return errs.New(errs.StillReferenced, "the image is in use by %s (%d in all): delete these first", list, len(held)).
+		With("uid", file.String()).With("references", list).With("count", strconv.Itoa(len(held)))
+}
+
+// fileOf gives the digest of the EROFS file that a digest of any kind stands for. A file that is held or
+// there without a record is found by its own digest too.
+func (s *Store) fileOf(dgst digest.Digest) (digest.Digest, error) {
+	r, err := s.lookup(dgst, s.platform)
+	if err == nil {
+		return r.ErofsDigest, nil
+	}
+	if !errors.Is(err, errNotRecorded) {
+		return "", s.hostError("look up", err)
+	}
+	for _, path := range []string{s.disk.erofsPath(dgst), filepath.Join(s.disk.holders(), dgst.Encoded())} {
+		if _, err := os.Stat(path); err == nil {
+			return dgst, nil
+		}
+	}
+	return "", notHere(dgst.String())
+}
+
+func notHere(image string) error {
+	return errs.New(errs.ImageNotFound, "the image %s is not on this node; pull it first", image).With("image", image)
+}
