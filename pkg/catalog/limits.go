@@ -2,6 +2,7 @@ package catalog
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -298,4 +299,81 @@ func refusalText(reason errs.Reason, d map[string]string) string {
 		return fmt.Sprintf("%s is in phase %s, which does not allow this", d["uid"], d["phase"])
 	}
 	return "the catalog refused the commit"
+}
+
+// NotFound is OBJECT_NOT_FOUND for a uid or name.
+func NotFound(kind Kind, uidOrName string) *errs.Error {
+	return errs.New(errs.ObjectNotFound, "there is no %s %q", kind, uidOrName).With("kind", string(kind)).With("uid", uidOrName)
+}
+
+// TooOld is RESUME_TOO_OLD: the log begins at oldest (0: unknown) and the store is at current.
+func TooOld(after, oldest, current uint64) *errs.Error {
+	return errs.New(errs.ResumeTooOld, "changes after %d cannot be replayed; list again and watch from there", after).
+		With("after", strconv.FormatUint(after, 10)).With("oldest", strconv.FormatUint(oldest, 10)).With("current", strconv.FormatUint(current, 10))
+}
+
+// Validate checks a query and resolves its page size.
+func (q Query) Validate() (int, error) {
+	size, err := PageSize(q.PageSize)
+	if err != nil {
+		return 0, err
+	}
+	if err := token("kind", string(q.Kind), ""); err != nil {
+		return 0, err
+	}
+	if q.Tenant != "" {
+		if err := token("tenant", q.Tenant, ""); err != nil {
+			return 0, err
+		}
+	}
+	if q.Node != "" {
+		return size, ValidateNode(q.Node)
+	}
+	return size, nil
+}
+
+// Matches tells whether a record belongs in the list.
+func (q Query) Matches(r *Record) bool {
+	return r.Kind == q.Kind && (q.Tenant == "" || q.Tenant == r.Tenant) && (q.Node == "" || q.Node == r.Node) &&
+		(len(q.Phases) == 0 || slices.Contains(q.Phases, r.Phase))
+}
+
+// ValidateKeys checks the keys of a GetMany.
+func ValidateKeys(keys []Key) error {
+	if len(keys) > MaxPage {
+		return tooLarge("keys", MaxPage, len(keys))
+	}
+	for _, k := range keys {
+		if err := k.Validate(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ValidateSettle checks the arguments of Settle, all of which are needed.
+func ValidateSettle(tenant, id, attempt string) error {
+	if id == "" || attempt == "" {
+		return errs.New(errs.InvalidField, "only a commit with an id and an attempt can be settled").With("field", "id")
+	}
+	for _, f := range []struct{ name, value string }{{"id", id}, {"attempt", attempt}} {
+		if err := printable(f.name, f.value, MaxID); err != nil {
+			return err
+		}
+	}
+	return token("tenant", tenant, "")
+}
+
+// Validate checks a claim.
+func (c Claim) Validate() error {
+	if c.Holder == "" {
+		return errs.New(errs.InvalidField, "a claim needs a holder").With("field", "holder")
+	}
+	if err := printable("holder", c.Holder, MaxName); err != nil {
+		return err
+	}
+	if c.TTL < time.Millisecond || c.Above > MaxCounter {
+		return errs.New(errs.InvalidField, "a claim needs a TTL of at least a millisecond, and epochs end at %d", uint64(MaxCounter)).With("field", "ttl")
+	}
+	return nil
 }

@@ -1,0 +1,324 @@
+package redis
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+
+	goredis "github.com/redis/go-redis/v9"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+)
+
+// scanBudget is how many index entries one List looks at before it returns a short page.
+const scanBudget = 2000
+
+// Get implements catalog.Reader.
+func (s *Store) Get(ctx context.Context, key catalog.Key) (catalog.Record, error) {
+	if err := key.Validate(); err != nil {
+		return catalog.Record{}, err
+	}
+	h, err := s.client.HGetAll(ctx, s.keys.record(key)).Result()
+	if err != nil {
+		return catalog.Record{}, readError(err)
+	}
+	if len(h) == 0 {
+		return catalog.Record{}, catalog.NotFound(key.Kind, key.UID)
+	}
+	return decodeRecord(key, h)
+}
+
+// GetByName implements catalog.Reader.
+func (s *Store) GetByName(ctx context.Context, tenant string, kind catalog.Kind, name string) (catalog.Record, error) {
+	if err := catalog.ValidateScope(tenant, kind); err != nil {
+		return catalog.Record{}, err
+	}
+	index := s.keys.key("n", tenant+"/"+string(kind))
+	// The name may move between the two reads. Following it a few times ends with a record that
+	// held the name at some instant of the call, or with none.
+	for range 3 {
+		uid, err := s.client.HGet(ctx, index, name).Result()
+		if errors.Is(err, goredis.Nil) {
+			return catalog.Record{}, catalog.NotFound(kind, name)
+		}
+		if err != nil {
+			return catalog.Record{}, readError(err)
+		}
+		key := catalog.Key{Tenant: tenant, Kind: kind, UID: uid}
+		many, err := s.fetch(ctx, []catalog.Key{key})
+		if err != nil {
+			return catalog.Record{}, err
+		}
+		if r, ok := many[key]; ok && r.Name == name {
+			return r, nil
+		}
+	}
+	return catalog.Record{}, catalog.NotFound(kind, name)
+}
+
+// GetMany implements catalog.Reader.
+func (s *Store) GetMany(ctx context.Context, keys []catalog.Key) (map[catalog.Key]catalog.Record, error) {
+	if err := catalog.ValidateKeys(keys); err != nil {
+		return nil, err
+	}
+	return s.fetch(ctx, keys)
+}
+
+func (s *Store) fetch(ctx context.Context, keys []catalog.Key) (map[catalog.Key]catalog.Record, error) {
+	found := make(map[catalog.Key]catalog.Record, len(keys))
+	if len(keys) == 0 {
+		return found, nil
+	}
+	p := s.client.Pipeline()
+	cmds := make([]*goredis.MapStringStringCmd, len(keys))
+	for i, k := range keys {
+		cmds[i] = p.HGetAll(ctx, s.keys.record(k))
+	}
+	if _, err := p.Exec(ctx); err != nil {
+		return nil, readError(err)
+	}
+	for i, k := range keys {
+		if h := cmds[i].Val(); len(h) > 0 {
+			r, err := decodeRecord(k, h)
+			if err != nil {
+				return nil, err
+			}
+			found[k] = r
+		}
+	}
+	return found, nil
+}
+
+// index says which zset lists the query, and how its members name a record.
+func (s *Store) index(q catalog.Query) (name string, member func(string) (catalog.Key, bool)) {
+	if q.Tenant != "" && q.Node == "" {
+		return s.keys.key("i", q.Tenant+"/"+string(q.Kind)), func(m string) (catalog.Key, bool) {
+			return catalog.Key{Tenant: q.Tenant, Kind: q.Kind, UID: m}, true
+		}
+	}
+	both := func(m string) (catalog.Key, bool) {
+		uid, tenant, _ := strings.Cut(m, "/")
+		return catalog.Key{Tenant: tenant, Kind: q.Kind, UID: uid}, q.Tenant == "" || q.Tenant == tenant
+	}
+	if q.Node != "" {
+		return s.keys.key("o", q.Node+"/"+string(q.Kind)), both
+	}
+	return s.keys.key("k", string(q.Kind)), both
+}
+
+// List implements catalog.Reader.
+func (s *Store) List(ctx context.Context, q catalog.Query) (catalog.Page, error) {
+	size, err := q.Validate()
+	if err != nil {
+		return catalog.Page{}, err
+	}
+	index, keyOf := s.index(q)
+	var page catalog.Page
+	after, bytes := q.After, 0
+	for scanned := 0; scanned < scanBudget; {
+		// In small steps, so that little is read in vain when bodies are large.
+		step := min(size-len(page.Records), 50)
+		if len(q.Phases) > 0 {
+			step = 100
+		}
+		members, err := s.after(ctx, index, after, step)
+		if err != nil {
+			return catalog.Page{}, err
+		}
+		found, err := s.candidates(ctx, members, keyOf, q.Phases)
+		if err != nil {
+			return catalog.Page{}, err
+		}
+		for i, m := range members {
+			key, _ := keyOf(m)
+			r, ok := found[key]
+			// What changed since the index was read no longer belongs here.
+			if !ok || !q.Matches(&r) {
+				continue
+			}
+			page.Records = append(page.Records, r)
+			bytes += len(r.Body)
+			if len(page.Records) == size || bytes >= catalog.MaxPageBytes/2 {
+				if last := i == len(members)-1 && len(members) < step; !last {
+					page.Next = m
+				}
+				return page, nil
+			}
+		}
+		if len(members) < step {
+			return page, nil
+		}
+		scanned += len(members)
+		after = members[len(members)-1]
+	}
+	page.Next = after
+	return page, nil
+}
+
+// candidates fetches the records of the members, those in other phases left out.
+func (s *Store) candidates(ctx context.Context, members []string, keyOf func(string) (catalog.Key, bool), phases []string) (map[catalog.Key]catalog.Record, error) {
+	keys := make([]catalog.Key, 0, len(members))
+	for _, m := range members {
+		if k, ok := keyOf(m); ok {
+			keys = append(keys, k)
+		}
+	}
+	keys, err := s.inPhases(ctx, keys, phases)
+	if err != nil {
+		return nil, err
+	}
+	return s.fetch(ctx, keys)
+}
+
+func (s *Store) after(ctx context.Context, index, after string, count int) ([]string, error) {
+	lower := "-"
+	if after != "" {
+		lower = "(" + after
+	}
+	members, err := s.client.ZRangeByLex(ctx, index, &goredis.ZRangeBy{Min: lower, Max: "+", Count: int64(count)}).Result()
+	if err != nil {
+		return nil, readError(err)
+	}
+	return members, nil
+}
+
+func (s *Store) inPhases(ctx context.Context, keys []catalog.Key, phases []string) ([]catalog.Key, error) {
+	if len(phases) == 0 || len(keys) == 0 {
+		return keys, nil
+	}
+	p := s.client.Pipeline()
+	cmds := make([]*goredis.StringCmd, len(keys))
+	for i, k := range keys {
+		cmds[i] = p.HGet(ctx, s.keys.record(k), "p")
+	}
+	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
+		return nil, readError(err)
+	}
+	kept := keys[:0]
+	for i, k := range keys {
+		if cmds[i].Err() == nil && slices.Contains(phases, cmds[i].Val()) {
+			kept = append(kept, k)
+		}
+	}
+	return kept, nil
+}
+
+// Referrers implements catalog.Reader.
+func (s *Store) Referrers(ctx context.Context, target catalog.Key, after string, limit int) (catalog.Holders, error) {
+	size, err := catalog.PageSize(limit)
+	if err == nil {
+		err = target.Validate()
+	}
+	if err != nil {
+		return catalog.Holders{}, err
+	}
+	refs, attached := s.keys.key("f", target.String()), s.keys.key("a", target.String())
+	members, err := s.after(ctx, refs, after, size)
+	if err != nil {
+		return catalog.Holders{}, err
+	}
+	p := s.client.Pipeline()
+	count := p.ZCard(ctx, refs)
+	scores := make([]*goredis.FloatCmd, len(members))
+	for i, m := range members {
+		scores[i] = p.ZScore(ctx, attached, m)
+	}
+	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
+		return catalog.Holders{}, readError(err)
+	}
+	page := catalog.Holders{Count: int(count.Val())}
+	for i, m := range members {
+		key, err := catalog.ParseKey(m)
+		if err != nil {
+			return catalog.Holders{}, damaged(err, "index of references to "+target.String())
+		}
+		mode := catalog.Reference
+		switch scores[i].Val() {
+		case 1:
+			mode = catalog.Shared
+		case 2:
+			mode = catalog.Exclusive
+		}
+		page.Holders = append(page.Holders, catalog.Holder{Key: key, Mode: mode})
+	}
+	if len(members) == size {
+		page.Next = members[size-1]
+	}
+	return page, nil
+}
+
+// Receipt implements catalog.Reader.
+func (s *Store) Receipt(ctx context.Context, tenant, id string) (catalog.Receipt, bool, error) {
+	raw, err := s.client.Get(ctx, s.keys.key("c", tenant+"/"+id)).Result()
+	if errors.Is(err, goredis.Nil) {
+		return catalog.Receipt{}, false, nil
+	}
+	if err != nil {
+		return catalog.Receipt{}, false, readError(err)
+	}
+	receipt, err := decodeReceipt(tenant, id, raw)
+	return receipt, err == nil, err
+}
+
+// Tombstone implements catalog.Store.
+func (s *Store) Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombstone, error) {
+	if err := key.Validate(); err != nil {
+		return catalog.Tombstone{}, err
+	}
+	h, err := s.client.HGetAll(ctx, s.keys.key("t", key.String())).Result()
+	if err != nil {
+		return catalog.Tombstone{}, readError(err)
+	}
+	if len(h) == 0 {
+		return catalog.Tombstone{}, catalog.NotFound(key.Kind, key.UID)
+	}
+	return decodeTombstone(key, h)
+}
+
+func decodeTombstone(key catalog.Key, h map[string]string) (catalog.Tombstone, error) {
+	var d decoder
+	t := catalog.Tombstone{Key: key, Revision: d.count(h["v"]), Seq: d.count(h["s"]), Body: []byte(h["b"]), At: d.time(h["a"]), Expires: d.time(h["e"])}
+	if d.err != nil {
+		return catalog.Tombstone{}, damaged(d.err, "tombstone "+key.String())
+	}
+	return t, nil
+}
+
+// ListTombstones implements catalog.Store.
+func (s *Store) ListTombstones(ctx context.Context, tenant string, kind catalog.Kind, after string, limit int) (catalog.Tombstones, error) {
+	size, err := catalog.PageSize(limit)
+	if err == nil {
+		err = catalog.ValidateScope(tenant, kind)
+	}
+	if err != nil {
+		return catalog.Tombstones{}, err
+	}
+	uids, err := s.after(ctx, s.keys.key("ti", tenant+"/"+string(kind)), after, size)
+	if err != nil || len(uids) == 0 {
+		return catalog.Tombstones{}, err
+	}
+	p := s.client.Pipeline()
+	cmds := make([]*goredis.MapStringStringCmd, len(uids))
+	for i, uid := range uids {
+		cmds[i] = p.HGetAll(ctx, s.keys.key("t", catalog.Key{Tenant: tenant, Kind: kind, UID: uid}.String()))
+	}
+	if _, err := p.Exec(ctx); err != nil {
+		return catalog.Tombstones{}, readError(err)
+	}
+	var page catalog.Tombstones
+	for i, uid := range uids {
+		if len(cmds[i].Val()) == 0 {
+			continue // expired, not yet compacted
+		}
+		t, err := decodeTombstone(catalog.Key{Tenant: tenant, Kind: kind, UID: uid}, cmds[i].Val())
+		if err != nil {
+			return catalog.Tombstones{}, err
+		}
+		page.Tombstones = append(page.Tombstones, t)
+	}
+	if len(uids) == size {
+		page.Next = uids[size-1]
+	}
+	return page, nil
+}

@@ -1,0 +1,127 @@
+// Package redistest runs a real Redis server for a test: a process of its own, with a folder and a unix
+// socket of its own and no port, which the test may kill, pause and start again on its data.
+package redistest
+
+import (
+	"bytes"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/dormouse-run/dormouse/test/tools"
+)
+
+// startBudget is how long a server may take to load its data and answer.
+const startBudget = 30 * time.Second
+
+// Server is a running, or killed, server. It is not safe for concurrent use.
+type Server struct {
+	// Socket is where it listens, the same after a restart.
+	Socket string
+
+	dir, program string
+	settings     []string
+	cmd          *exec.Cmd
+	log          bytes.Buffer
+}
+
+// Start runs a durable server (appendonly, appendfsync always). Settings are pairs of name and value
+// that override. The test's cleanup ends the server and removes its data.
+func Start(t testing.TB, settings ...string) *Server {
+	t.Helper()
+	// Not t.TempDir: the path of a unix socket is short, a test's name is not.
+	dir, err := os.MkdirTemp("", "dmredis")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &Server{dir: dir, Socket: filepath.Join(dir, "s"), program: tools.Path(t, "redis-server"), settings: settings}
+	t.Cleanup(func() {
+		s.Kill(t)
+		os.RemoveAll(dir)
+	})
+	s.Restart(t)
+	return s
+}
+
+// Restart starts a killed server on the data that it left.
+func (s *Server) Restart(t testing.TB) {
+	t.Helper()
+	args := []string{
+		"--port", "0", "--unixsocket", s.Socket, "--unixsocketperm", "700", "--dir", s.dir, "--daemonize", "no",
+		"--save", "", "--appendonly", "yes", "--appendfsync", "always", "--loglevel", "notice",
+	}
+	for i := 0; i+1 < len(s.settings); i += 2 {
+		args = append(args, "--"+s.settings[i], s.settings[i+1])
+	}
+	s.log.Reset()
+	s.cmd = exec.Command(s.program, args...)
+	s.cmd.Stdout, s.cmd.Stderr = &s.log, &s.log
+	// A test binary that is killed takes its server along.
+	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := s.cmd.Start(); err != nil {
+		t.Fatalf("start redis-server: %v", err)
+	}
+	deadline := time.Now().Add(startBudget)
+	for err := s.ping(); err != nil; err = s.ping() {
+		if time.Now().After(deadline) {
+			s.Kill(t)
+			t.Fatalf("redis-server does not answer: %v\n%s", err, s.log.String())
+		}
+	}
+}
+
+// ping waits up to 50 ms for one answer.
+func (s *Server) ping() error {
+	conn, err := net.DialTimeout("unix", s.Socket, time.Second)
+	if err != nil {
+		<-time.After(10 * time.Millisecond)
+		return err
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(50 * time.Millisecond)); err != nil {
+		return err
+	}
+	if _, err := conn.Write([]byte("PING\r\n")); err != nil {
+		return err
+	}
+	answer := make([]byte, 64)
+	n, err := conn.Read(answer)
+	if err != nil {
+		return err
+	}
+	if !bytes.HasPrefix(answer[:n], []byte("+PONG")) {
+		return fmt.Errorf("answer %q", answer[:n])
+	}
+	return nil
+}
+
+// Kill ends the server with SIGKILL and waits until it is gone. Its data stays. Harmless when it is gone.
+func (s *Server) Kill(t testing.TB) {
+	t.Helper()
+	if s.cmd == nil || s.cmd.ProcessState != nil {
+		return
+	}
+	if err := s.cmd.Process.Kill(); err != nil {
+		t.Errorf("kill redis-server: %v", err)
+	}
+	// The error is the signal; what matters is that it is gone.
+	_ = s.cmd.Wait()
+}
+
+// Pause stops the server's process without ending it; connections stay open. Resume lets it go on.
+func (s *Server) Pause(t testing.TB) { s.signal(t, syscall.SIGSTOP) }
+
+// Resume ends a Pause.
+func (s *Server) Resume(t testing.TB) { s.signal(t, syscall.SIGCONT) }
+
+func (s *Server) signal(t testing.TB, sig syscall.Signal) {
+	t.Helper()
+	if err := s.cmd.Process.Signal(sig); err != nil {
+		t.Fatalf("signal redis-server: %v", err)
+	}
+}

@@ -1,0 +1,249 @@
+// Package redis keeps the catalog in a Redis or Valkey server (7.0 or newer) with durable writes.
+//
+// All changes go through Lua scripts that check before they write (see commit.lua); a batch of
+// commits is one call. The client's own retries are off: they would be blind replays. The layout of the keys
+// is described at the type layout.
+//
+// # What is promised
+//
+// The server must run with appendonly yes and appendfsync always, so that a reply means that the
+// commit is on the disk; Open, and every new connection, refuses another (STORE_NOT_DURABLE).
+// One that evicts keys is refused too, since an evicted record is a lost one.
+//
+// # Crash points
+//
+// A reply that does not come (server killed, connection cut, deadline) leaves a commit applied or
+// not; Settle tells which. A server that was killed keeps whole scripts: its log holds each one as
+// one transaction, and drops an incomplete one when it starts.
+package redis
+
+import (
+	"context"
+	"crypto/tls"
+	_ "embed"
+	"errors"
+	"fmt"
+	"net"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+	goredis "github.com/redis/go-redis/v9"
+	"github.com/redis/go-redis/v9/maintnotifications"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+var (
+	//go:embed commit.lua
+	commitSource string
+	//go:embed settle.lua
+	settleSource string
+	//go:embed lead.lua
+	leadSource string
+	//go:embed release.lua
+	releaseSource string
+	//go:embed session.lua
+	sessionSource string
+	//go:embed compact.lua
+	compactSource string
+
+	commitScript  = goredis.NewScript(commitSource)
+	settleScript  = goredis.NewScript(settleSource)
+	leadScript    = goredis.NewScript(leadSource)
+	releaseScript = goredis.NewScript(releaseSource)
+	sessionScript = goredis.NewScript(sessionSource)
+	compactScript = goredis.NewScript(compactSource)
+)
+
+// Options say where the catalog is. Only Address is required.
+type Options struct {
+	// Address is host:port, or the absolute path of a unix socket.
+	Address            string
+	Username, Password string
+	DB                 int
+	TLS                *tls.Config
+	// Catalog names the catalog inside the server: letters, digits and "._-"; "dormouse" if empty.
+	Catalog string
+	// Connections bounds the pool; 32 if zero.
+	Connections int
+	// DialTimeout (5 s if zero) bounds a connection; ReplyTimeout (30 s if zero) is how long a
+	// reply is waited for when the context has no earlier deadline.
+	DialTimeout, ReplyTimeout time.Duration
+	Retention                 catalog.Retention
+}
+
+// Store is a catalog.Store.
+type Store struct {
+	client      *goredis.Client
+	keys        layout
+	retention   catalog.Retention
+	server      string
+	runID       string
+	incarnation string
+}
+
+var _ catalog.Store = (*Store)(nil)
+
+var catalogName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,64}$`)
+
+// Open connects and checks that the server is recent enough and durable. Close the Store.
+func Open(ctx context.Context, o Options) (*Store, error) {
+	if o.Catalog == "" {
+		o.Catalog = "dormouse"
+	}
+	if !catalogName.MatchString(o.Catalog) {
+		return nil, errs.New(errs.InvalidField, "a catalog's name is 1 to 64 letters, digits and \"._-\"").With("field", "catalog")
+	}
+	s := &Store{keys: layout("{" + o.Catalog + "}:"), retention: o.Retention.WithDefaults(), client: goredis.NewClient(clientOptions(o))}
+	if err := s.identify(ctx); err != nil {
+		s.client.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+func clientOptions(o Options) *goredis.Options {
+	network := "tcp"
+	if strings.HasPrefix(o.Address, "/") {
+		network = "unix"
+	}
+	orElse := func(d, def time.Duration) time.Duration {
+		if d > 0 {
+			return d
+		}
+		return def
+	}
+	pool := o.Connections
+	if pool <= 0 {
+		pool = 32
+	}
+	dial := orElse(o.DialTimeout, 5*time.Second)
+	reply := orElse(o.ReplyTimeout, 30*time.Second)
+	return &goredis.Options{
+		Network: network, Addr: o.Address, Username: o.Username, Password: o.Password, DB: o.DB, TLSConfig: o.TLS,
+		Protocol: 2, DisableIdentity: true, ContextTimeoutEnabled: true,
+		MaxRetries: -1, DialerRetries: 1,
+		DialTimeout: dial, ReadTimeout: reply, WriteTimeout: reply, PoolTimeout: reply,
+		PoolSize: pool, OnConnect: func(ctx context.Context, cn *goredis.Conn) error { return requireDurable(ctx, cn) },
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
+		Dialer: func(ctx context.Context, network, addr string) (net.Conn, error) {
+			return dialServer(ctx, network, addr, dial, o.TLS)
+		},
+	}
+}
+
+// dialServer makes a failed TLS handshake look like what it is, a connection that was never made.
+func dialServer(ctx context.Context, network, addr string, timeout time.Duration, conf *tls.Config) (net.Conn, error) {
+	d := &net.Dialer{Timeout: timeout, KeepAlive: 15 * time.Second}
+	if conf == nil {
+		return d.DialContext(ctx, network, addr)
+	}
+	conn, err := (&tls.Dialer{NetDialer: d, Config: conf}).DialContext(ctx, network, addr)
+	if err != nil {
+		return nil, &net.OpError{Op: "dial", Net: network, Err: err}
+	}
+	return conn, nil
+}
+
+// requireDurable runs on every new connection, since a server may come back with other settings.
+func requireDurable(ctx context.Context, cn *goredis.Conn) error {
+	for _, want := range []struct{ name, value, advice string }{
+		{"appendonly", "yes", "set \"appendonly yes\""},
+		{"appendfsync", "always", "set \"appendfsync always\""},
+		{"maxmemory-policy", "noeviction", "set \"maxmemory-policy noeviction\""},
+	} {
+		has, err := cn.ConfigGet(ctx, want.name).Result()
+		if err != nil {
+			var reply goredis.Error
+			if !errors.As(err, &reply) || strings.HasPrefix(reply.Error(), "LOADING") {
+				return unavailable(err)
+			}
+			return errs.Wrap(err, errs.StoreNotDurable, "the store does not say whether its writes are durable; allow CONFIG GET to the coordinator's user")
+		}
+		if has[want.name] != want.value {
+			return errs.New(errs.StoreNotDurable, "the store may forget what it acknowledged: %s is %q; %s in the server's configuration and restart it", want.name, has[want.name], want.advice)
+		}
+	}
+	return nil
+}
+
+// identify learns who the server is, refuses one that is too old, and marks a new catalog.
+func (s *Store) identify(ctx context.Context) error {
+	info, err := s.client.Info(ctx, "server").Result()
+	if err != nil {
+		return readError(err)
+	}
+	fields := make(map[string]string)
+	for line := range strings.Lines(info) {
+		if name, value, ok := strings.Cut(strings.TrimSpace(line), ":"); ok {
+			fields[name] = value
+		}
+	}
+	version := fields["redis_version"] // Valkey gives the Redis version that it is compatible with
+	major, _, _ := strings.Cut(version, ".")
+	if n, err := strconv.Atoi(major); err != nil || n < 7 {
+		return errs.New(errs.NotSupported, "the store is version %q; Redis 7.0 or Valkey 7.2 is the oldest that works", version).With("feature", "store version")
+	}
+	s.server, s.runID = "redis "+version, fields["run_id"]
+	if v := fields["valkey_version"]; v != "" {
+		s.server = "valkey " + v
+	}
+	key := s.keys.one("incarnation")
+	if err := s.client.SetNX(ctx, key, uuid.NewString(), 0).Err(); err != nil {
+		return writeError(err)
+	}
+	if s.incarnation, err = s.client.Get(ctx, key).Result(); err != nil {
+		return readError(err)
+	}
+	return nil
+}
+
+// eval runs a script by its digest. A server that does not know it has run nothing, so loading
+// it and asking again is no replay.
+func (s *Store) eval(ctx context.Context, script *goredis.Script, args []any) (any, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, errs.From(err).WithOutcome(errs.NotStarted, errs.SameOperation)
+	}
+	keys := []string{s.keys.one("seq")} // routes to the catalog's slot; the scripts make the rest
+	reply, err := script.EvalSha(ctx, s.client, keys, args...).Result()
+	if goredis.HasErrorPrefix(err, "NOSCRIPT") {
+		if err := script.Load(ctx, s.client).Err(); err != nil {
+			return nil, unavailable(err)
+		}
+		reply, err = script.EvalSha(ctx, s.client, keys, args...).Result()
+	}
+	if err != nil && !errors.Is(err, goredis.Nil) {
+		return nil, writeError(err)
+	}
+	return reply, nil
+}
+
+// Status implements catalog.Store.
+func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
+	p := s.client.Pipeline()
+	seq := p.Get(ctx, s.keys.one("seq"))
+	epoch := p.HGet(ctx, s.keys.one("leader"), "e")
+	tombs := p.ZCard(ctx, s.keys.one("tx"))
+	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
+		return catalog.Status{}, readError(err)
+	}
+	st := catalog.Status{Server: s.server, RunID: s.runID, Incarnation: s.incarnation, Durability: "appendfsync always", Tombstones: int(tombs.Val())}
+	var err error
+	if st.Seq, err = number(seq); err != nil {
+		return catalog.Status{}, err
+	}
+	st.Epoch, err = epochOf(epoch)
+	return st, err
+}
+
+// Close implements catalog.Store.
+func (s *Store) Close() error {
+	if err := s.client.Close(); err != nil && !errors.Is(err, goredis.ErrClosed) {
+		return fmt.Errorf("close the catalog: %w", err)
+	}
+	return nil
+}
