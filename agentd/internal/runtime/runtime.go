@@ -155,7 +155,8 @@ type Bundle struct {
 // Stdio are the paths of FIFOs that exist and that the caller made for this sandbox and this run
 // alone (MakeFIFOs). A restored sandbox gets fresh ones. The driver opens each of them once, for
 // reading and writing, hands that descriptor over and keeps none; so neither side sees an end of
-// file, and the caller may close and reopen its end at any time. An empty path is /dev/null.
+// file, and the caller may close and reopen its end at any time. All three are needed. The runtime may
+// change their owner. The caller drains Out and Err: a full one blocks the guest.
 type Stdio struct {
 	In, Out, Err string
 }

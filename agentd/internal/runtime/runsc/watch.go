@@ -1,0 +1,277 @@
+package runsc
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// watch waits for the end of one sandbox. proc is nil where the end was known from the first.
+type watch struct {
+	proc *launcher.Process
+	done chan struct{}
+	exit runtime.Exit // once done is closed
+}
+
+// startWatch begins to wait for the end of the process. The goroutine ends with the process or the driver.
+func (d *Driver) startWatch(rec record, p *launcher.Process) {
+	w := &watch{proc: p, done: make(chan struct{})}
+	d.setWatch(rec.ID, w)
+	d.wg.Go(func() {
+		defer p.Close()
+		ended, err := p.Wait(d.ctx)
+		if err != nil {
+			if d.ctx.Err() == nil {
+				d.log.Error("wait for a sandbox", "sandbox", rec.ID, "error", err)
+			}
+			return // the driver closes; Wait tells so
+		}
+		w.exit = d.exitOf(rec, ended)
+		rec.Exit = &w.exit
+		if err := d.saveRecord(rec); err != nil {
+			d.log.Warn("record how a sandbox ended", "sandbox", rec.ID, "error", err)
+		}
+		close(w.done)
+	})
+}
+
+func (d *Driver) setWatch(id string, w *watch) {
+	e := d.entry(id)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	e.watch = w
+}
+
+func (d *Driver) watchOf(id string) *watch {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if e, ok := d.entries[id]; ok {
+		return e.watch
+	}
+	return nil
+}
+
+// exitOf adds what the control group knows to the process's end.
+func (d *Driver) exitOf(rec record, ended launcher.Exit) runtime.Exit {
+	exit := runtime.Exit{Known: ended.Known, Code: ended.Code, Signal: ended.Signal, At: time.Now()}
+	if g, err := d.cgroups.At(rec.Cgroup); err == nil {
+		exit.OOM = group{g}.oomKilled()
+	}
+	return exit
+}
+
+// Recover implements runtime.Driver.
+func (d *Driver) Recover(ctx context.Context, h runtime.Handle) (runtime.Status, error) {
+	given, err := parseHandle(h)
+	if err != nil {
+		return runtime.Status{}, err
+	}
+	rec, err := d.known(given.ID)
+	if errs.Has(err, errs.StateDamaged) {
+		// The handle holds the same, and was persisted elsewhere.
+		rec, err = given, d.saveRecord(given)
+	}
+	if err != nil {
+		return runtime.Status{}, err
+	}
+	if rec.Pid == 0 {
+		rec.Pid, rec.StartTicks, rec.StartedAt = given.Pid, given.StartTicks, given.StartedAt
+	}
+	if d.watchOf(rec.ID) == nil {
+		if err := d.recoverWatch(rec); err != nil {
+			return runtime.Status{}, err
+		}
+	}
+	return d.State(ctx, rec.ID)
+}
+
+func (d *Driver) recoverWatch(rec record) error {
+	if rec.Exit == nil {
+		p, err := launcher.Attach(rec.Pid, rec.StartTicks)
+		if err == nil {
+			d.startWatch(rec, p)
+			return nil
+		}
+		if !errs.Has(err, errs.ObjectNotFound) {
+			return err
+		}
+		exit := d.exitOf(rec, launcher.Exit{})
+		rec.Exit = &exit
+		if err := d.saveRecord(rec); err != nil {
+			return err
+		}
+	}
+	w := &watch{done: make(chan struct{}), exit: *rec.Exit}
+	close(w.done)
+	d.setWatch(rec.ID, w)
+	return nil
+}
+
+// Wait implements runtime.Driver.
+func (d *Driver) Wait(ctx context.Context, id string) (runtime.Exit, error) {
+	w := d.watchOf(id)
+	if w == nil {
+		return runtime.Exit{}, notFound(id)
+	}
+	select {
+	case <-w.done:
+		return w.exit, nil
+	default:
+	}
+	select {
+	case <-w.done:
+		return w.exit, nil
+	case <-ctx.Done():
+		return runtime.Exit{}, ctx.Err()
+	case <-d.ctx.Done():
+		return runtime.Exit{}, errs.New(errs.ShuttingDown, "the runtime driver is closed; the sandbox goes on")
+	}
+}
+
+// killProcess kills the sandbox process, the right one or none, and whatever else is in its group.
+func (d *Driver) killProcess(rec record) error {
+	var all []error
+	if rec.Pid != 0 {
+		if w := d.watchOf(rec.ID); w != nil && w.proc != nil {
+			if err := w.proc.Signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrClosed) {
+				all = append(all, err)
+			}
+		} else if p, err := launcher.Attach(rec.Pid, rec.StartTicks); err == nil {
+			all = append(all, p.Signal(unix.SIGKILL), p.Close())
+		}
+	}
+	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
+		all = append(all, err)
+	} else {
+		all = append(all, g.Kill())
+	}
+	return errors.Join(all...)
+}
+
+// Delete implements runtime.Driver.
+func (d *Driver) Delete(ctx context.Context, id string) error {
+	if err := runtime.CheckID(id); err != nil {
+		return err
+	}
+	rec, known, err := d.loadRecord(id)
+	if err != nil && !errs.Has(err, errs.StateDamaged) {
+		return err
+	}
+	if !known {
+		// Nothing says where it was; its group's name and runsc's files follow from the id.
+		rec = record{Version: handleVersion, ID: id, Cgroup: d.cgroups.Path(id)}
+	}
+	// Before the token: a command that waits for the sandbox ends when the sandbox does.
+	killErr := d.killProcess(rec)
+	e := d.entry(id)
+	if err := d.lockOp(ctx, e); err != nil {
+		return err
+	}
+	defer e.unlock()
+	return errors.Join(killErr, d.remove(ctx, e, rec, known))
+}
+
+// remove runs every step of the teardown and then looks. The caller holds the sandbox's token.
+func (d *Driver) remove(ctx context.Context, e *entry, rec record, known bool) error {
+	var all []error
+	step := func(err error) {
+		if err != nil {
+			all = append(all, err)
+		}
+	}
+	step(d.killProcess(rec))
+	step(d.awaitEnd(ctx, rec))
+	step(d.deleteRuntime(ctx, rec, known))
+	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
+		step(err)
+	} else {
+		step(g.Remove(ctx))
+	}
+	for _, path := range d.runtimeFiles(rec.ID) {
+		if _, err := os.Lstat(path); err == nil {
+			step(errs.New(errs.InternalError, "%s is still there; delete sandbox %s again", filepath.Base(path), rec.ID))
+		}
+	}
+	if len(all) > 0 {
+		return errors.Join(all...)
+	}
+	if err := d.removeRecord(rec.ID); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.entries[rec.ID] == e {
+		delete(d.entries, rec.ID)
+	}
+	return nil
+}
+
+// awaitEnd waits until the killed sandbox process is gone, so that its exit is seen before its group is removed.
+func (d *Driver) awaitEnd(ctx context.Context, rec record) error {
+	if w := d.watchOf(rec.ID); w != nil {
+		select {
+		case <-w.done:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-d.ctx.Done():
+			return errs.New(errs.ShuttingDown, "the runtime driver is closed")
+		}
+	}
+	if rec.Pid == 0 {
+		return nil
+	}
+	p, err := launcher.Attach(rec.Pid, rec.StartTicks)
+	if errs.Has(err, errs.ObjectNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer p.Close()
+	_, err = p.Wait(ctx)
+	return err
+}
+
+// deleteRuntime removes what runsc keeps. runsc does it itself where that is safe: it kills the process
+// numbers that it wrote down, and by now they may be those of strangers. Where they are in use, or runsc
+// is not at hand or cannot read its own file, its files are removed here, which is all that is left to do
+// once the processes are gone.
+func (d *Driver) deleteRuntime(ctx context.Context, rec record, known bool) error {
+	st, ok, err := d.loadState(rec.ID)
+	if ok && err == nil && known && numbersFree(st.Sandbox.Pid, st.GoferPid) {
+		err := d.run(ctx, command{rec: rec, args: []string{"delete", "-force", rec.ID}})
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return err
+		}
+		d.log.Warn("runsc could not delete a sandbox that has ended; its files are removed instead", "sandbox", rec.ID, "error", err)
+	}
+	var all []error
+	for _, path := range d.runtimeFiles(rec.ID) {
+		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+			all = append(all, errs.Wrap(err, errs.InternalError, "remove %s: %v", path, err))
+		}
+	}
+	return errors.Join(all...)
+}
+
+// numbersFree tells whether no process has any of the numbers.
+func numbersFree(pids ...int) bool {
+	for _, pid := range pids {
+		if pid != 0 && !errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
+			return false
+		}
+	}
+	return true
+}
