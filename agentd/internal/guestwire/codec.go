@@ -201,3 +201,15 @@ func messages[T any, P interface {
 		*v = append(*v, one)
 	}
 }
+
+// Weight is about the encoded size of the parts of variable length.
+func (m *ProcessInfo) Weight() int {
+	n := len(m.ProcessID)
+	for _, s := range m.Args {
+		n += len(s) + 3
+	}
+	for _, t := range m.Tags {
+		n += len(t.Key) + len(t.Value) + 8
+	}
+	return n
+}

@@ -46,13 +46,21 @@ func get64(b []byte) uint64 { return uint64(get32(b)) | uint64(get32(b[4:]))<<32
 // AppendFrame appends a frame to dst. The payload must not exceed MaxPayload; it is cut there,
 // so that a mistake here cannot make a frame that the other side would take for garbage.
 func AppendFrame(dst []byte, f Frame) []byte {
-	payload := f.Payload
-	if len(payload) > MaxPayload {
-		payload = payload[:MaxPayload]
+	if len(f.Payload) > MaxPayload {
+		f.Payload = f.Payload[:MaxPayload]
 	}
-	var h [HeaderSize]byte
-	copy(h[:], magic[:])
-	h[4] = frameVersion
+	at := len(dst)
+	dst = append(dst, make([]byte, HeaderSize)...)
+	dst = append(dst, f.Payload...)
+	putHeader(dst[at:], f)
+	return dst
+}
+
+// putHeader fills the header before a payload that is in place.
+func putHeader(frame []byte, f Frame) {
+	h, payload := frame[:HeaderSize], frame[HeaderSize:]
+	copy(h, magic[:])
+	h[4], h[5] = frameVersion, 0
 	if f.More {
 		h[5] = flagMore
 	}
@@ -63,28 +71,31 @@ func AppendFrame(dst []byte, f Frame) []byte {
 	put64(h[24:], f.Channel.Key)
 	put32(h[32:], crc32.Checksum(h[:32], castagnoli))
 	put32(h[36:], crc32.Checksum(payload, castagnoli))
-	dst = append(dst, h[:]...)
-	return append(dst, payload...)
 }
 
 // AppendMessage appends a message as one frame, or as several when it is large.
 // It reports false, and appends nothing, when the message is over MaxMessage.
 func AppendMessage(dst []byte, ch Channel, stream uint32, m Message) ([]byte, bool) {
-	body := Marshal(m)
+	at := len(dst)
+	c := codec{out: append(dst, make([]byte, HeaderSize)...)}
+	m.fields(&c)
+	f := Frame{Type: m.Type(), Stream: stream, Channel: ch}
+	body := c.out[at+HeaderSize:]
+	if len(body) <= MaxPayload {
+		putHeader(c.out[at:], f)
+		return c.out, true
+	}
 	if len(body) > MaxMessage {
 		return dst, false
 	}
-	for {
-		part := body
-		if len(part) > MaxPayload {
-			part = part[:MaxPayload]
-		}
-		body = body[len(part):]
-		dst = AppendFrame(dst, Frame{Type: m.Type(), More: len(body) > 0, Stream: stream, Channel: ch, Payload: part})
-		if len(body) == 0 {
-			return dst, true
-		}
+	body = append([]byte(nil), body...)
+	for dst = c.out[:at]; len(body) > 0; {
+		f.Payload = body[:min(len(body), MaxPayload)]
+		body = body[len(f.Payload):]
+		f.More = len(body) > 0
+		dst = AppendFrame(dst, f)
 	}
+	return dst, true
 }
 
 // Decoder finds frames in a stream of bytes. It holds at most one frame's worth of bytes.

@@ -1,0 +1,197 @@
+package guest
+
+import (
+	"context"
+	"sync"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// input is the open input stream of a process. turn is held by the one who writes.
+type input struct {
+	turn   chan struct{}
+	ready  chan struct{}
+	stream uint32
+	sent   uint64
+
+	mu    sync.Mutex
+	known bool
+	state guestwire.StdinState
+	err   error
+}
+
+func (in *input) deliver(t guestwire.Type, payload []byte) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	switch t {
+	case guestwire.TypeStdinState:
+		var m guestwire.StdinState
+		if guestwire.Unmarshal(payload, &m) != nil {
+			return
+		}
+		in.state, in.known = m, true
+	case guestwire.TypeError:
+		in.err = guestError(payload)
+	default:
+		return
+	}
+	in.signal()
+}
+
+func (in *input) broken(err error) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.err == nil {
+		in.err = err
+	}
+	in.signal()
+}
+
+func (in *input) signal() {
+	select {
+	case in.ready <- struct{}{}:
+	default:
+	}
+}
+
+// await waits until the state is what is looked for.
+func (in *input) await(ctx context.Context, good func(guestwire.StdinState) bool) (guestwire.StdinState, error) {
+	for {
+		in.mu.Lock()
+		state, known, err := in.state, in.known, in.err
+		in.mu.Unlock()
+		switch {
+		case err != nil:
+			return state, err
+		case known && good(state):
+			return state, nil
+		}
+		select {
+		case <-in.ready:
+		case <-ctx.Done():
+			return state, errs.From(ctx.Err())
+		}
+	}
+}
+
+// takeInput gives the caller the process's input stream, opened if need be. The caller must call
+// giveInput.
+func (c *Conn) takeInput(ctx context.Context, id string) (*input, error) {
+	c.mu.Lock()
+	in := c.inputs[id]
+	if in == nil {
+		in = &input{turn: make(chan struct{}, 1), ready: make(chan struct{}, 1)}
+		c.inputs[id] = in
+	}
+	c.mu.Unlock()
+	select {
+	case in.turn <- struct{}{}:
+	case <-ctx.Done():
+		return nil, notSent(ctx)
+	case <-c.done:
+		return nil, c.failure()
+	}
+	err := c.openInput(ctx, id, in)
+	if err != nil {
+		c.giveInput(id, in, err)
+		return nil, err
+	}
+	return in, nil
+}
+
+func (c *Conn) openInput(ctx context.Context, id string, in *input) error {
+	if in.stream != 0 {
+		return nil
+	}
+	stream, err := c.register(in)
+	if err != nil {
+		return err
+	}
+	in.stream = stream
+	if err := c.send(ctx, stream, &guestwire.StdinOpen{ProcessID: id}); err != nil {
+		return err
+	}
+	state, err := in.await(ctx, func(guestwire.StdinState) bool { return true })
+	in.sent = state.AcceptedOffset
+	return err
+}
+
+// giveInput lets the next one write. After an error the stream is opened anew, which finds out
+// what the guest accepted.
+func (c *Conn) giveInput(id string, in *input, err error) {
+	if err != nil {
+		c.mu.Lock()
+		if c.inputs[id] == in {
+			delete(c.inputs, id)
+		}
+		c.mu.Unlock()
+		if in.stream != 0 {
+			c.abandon(in.stream)
+		}
+		in.mu.Lock()
+		if in.err == nil {
+			in.err = err // for those who wait for their turn on it
+		}
+		in.mu.Unlock()
+	}
+	<-in.turn
+}
+
+// WriteStdin writes to the process's input and returns once guest init has taken all of it, or how
+// much it took. A process that does not read holds up the caller, until ctx ends, and nobody else. WRONG_PHASE
+// when the input is closed.
+func (c *Conn) WriteStdin(ctx context.Context, id string, data []byte) (int, error) {
+	in, err := c.takeInput(ctx, id)
+	if err != nil {
+		return 0, err
+	}
+	base := in.sent
+	err = c.writeInput(ctx, in, data)
+	in.mu.Lock()
+	taken := max(in.state.AcceptedOffset, base) - base
+	in.mu.Unlock()
+	c.giveInput(id, in, err)
+	return int(min(taken, uint64(len(data)))), err
+}
+
+func (c *Conn) writeInput(ctx context.Context, in *input, data []byte) error {
+	for len(data) > 0 {
+		state, err := in.await(ctx, func(s guestwire.StdinState) bool { return s.Closed || s.LimitOffset > in.sent })
+		if err != nil {
+			return err
+		}
+		if state.Closed {
+			return errClosedInput()
+		}
+		n := min(uint64(len(data)), state.LimitOffset-in.sent, guestwire.MaxPayload-64)
+		if err := c.send(ctx, in.stream, &guestwire.StdinData{Offset: in.sent, Data: data[:n]}); err != nil {
+			return err
+		}
+		in.sent += n
+		data = data[n:]
+	}
+	state, err := in.await(ctx, func(s guestwire.StdinState) bool { return s.Closed || s.AcceptedOffset >= in.sent })
+	if err == nil && state.AcceptedOffset < in.sent {
+		err = errClosedInput()
+	}
+	return err
+}
+
+func errClosedInput() error {
+	return errs.New(errs.WrongPhase, "the process has no open input: it was closed, the process ended, or it was started without one")
+}
+
+// CloseStdin closes the process's input after what was written to it: the process reads the end.
+// Closing a closed input is no error.
+func (c *Conn) CloseStdin(ctx context.Context, id string) error {
+	in, err := c.takeInput(ctx, id)
+	if err != nil {
+		return err
+	}
+	if err = c.send(ctx, in.stream, &guestwire.StdinClose{Offset: in.sent}); err == nil {
+		_, err = in.await(ctx, func(s guestwire.StdinState) bool { return s.Closed })
+	}
+	c.giveInput(id, in, err)
+	return err
+}

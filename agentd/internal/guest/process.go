@@ -1,0 +1,245 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"io"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// StartRequest describes a process. The id is the caller's: the same id and request again return
+// the process that there is.
+type StartRequest struct {
+	ID   string
+	Args []string
+	// Env is "NAME=value". PATH, HOME and HOSTNAME are added where they are absent.
+	Env []string
+	// User is "", a name, a uid, name:group or uid:gid, of the image.
+	User string
+	// Dir is absolute; "" is the root.
+	Dir string
+	// Stdin keeps a pipe open for WriteStdin; otherwise the process reads the null device.
+	Stdin bool
+	// Timeout kills the process's tree; 0 is never. It counts the sandbox's time.
+	Timeout time.Duration
+	Tags    map[string]string
+	// Main marks the sandbox's own command, which alone gets the secret environment.
+	Main bool
+	// OutputBytes is how much of each output the guest keeps; 0 is 256 KiB, at most 1 MiB.
+	OutputBytes int
+}
+
+// Process is what guest init knows of one.
+type Process struct {
+	ID        string
+	PID       int
+	StartTime time.Time
+	// Args may be shortened.
+	Args []string
+	Tags map[string]string
+	Main bool
+	// Offsets count the bytes ever written.
+	StdoutOffset, StderrOffset uint64
+	// Exit is nil while it runs.
+	Exit *Exit
+}
+
+// Exit is how a process ended.
+type Exit struct {
+	// Code is 0 to 255, or 128 + Signal.
+	Code       int
+	Signal     syscall.Signal
+	CoreDumped bool
+	TimedOut   bool
+	Time       time.Time
+	// Offsets of the outputs when it ended; everything it wrote itself lies before them.
+	StdoutOffset, StderrOffset uint64
+}
+
+func utoa(v uint64) string { return strconv.FormatUint(v, 10) }
+
+func exitOf(e *guestwire.Exit) *Exit {
+	if e == nil {
+		return nil
+	}
+	out := &Exit{
+		Code: int(e.Code & 0xff), Signal: syscall.Signal(e.Signal & 0x7f), CoreDumped: e.CoreDumped, TimedOut: e.TimedOut,
+		Time: time.Unix(0, int64(e.TimeUnixNS)), StdoutOffset: e.StdoutOffset, StderrOffset: e.StderrOffset,
+	}
+	if out.Signal != 0 {
+		out.Code = 128 + int(out.Signal)
+	}
+	return out
+}
+
+func processOf(p *guestwire.ProcessInfo) Process {
+	out := Process{
+		ID: clean(p.ProcessID), PID: int(p.PID & 0x7fffffff), StartTime: time.Unix(0, int64(p.StartTimeUnixNS)), Main: p.Main,
+		StdoutOffset: p.StdoutOffset, StderrOffset: p.StderrOffset, Exit: exitOf(p.Exit),
+	}
+	for _, a := range p.Args {
+		out.Args = append(out.Args, strings.ToValidUTF8(a, "?"))
+	}
+	for _, t := range p.Tags {
+		if out.Tags == nil {
+			out.Tags = map[string]string{}
+		}
+		out.Tags[clean(t.Key)] = clean(t.Value)
+	}
+	return out
+}
+
+// Start runs a process. Its refusals are COMMAND_NOT_FOUND, COMMAND_NOT_RUNNABLE, USER_NOT_FOUND,
+// INVALID_FIELD (also: no such directory), LIMIT_EXCEEDED, TOO_MANY and OPERATION_BODY_MISMATCH;
+// after each, nothing was started.
+func (c *Conn) Start(ctx context.Context, r StartRequest) (Process, error) {
+	m := &guestwire.Start{
+		ProcessID: r.ID, Args: r.Args, Environment: r.Env, User: r.User, Directory: r.Dir,
+		TimeoutMS: uint64(max(r.Timeout, 0).Milliseconds()), Main: r.Main, OutputBytes: uint32(min(max(r.OutputBytes, 0), 1<<20)),
+	}
+	if r.Timeout > 0 && m.TimeoutMS == 0 {
+		m.TimeoutMS = 1
+	}
+	if r.Stdin {
+		m.Stdin = guestwire.StdinPipe
+	}
+	// The order must not change between two Starts of the same request.
+	for _, k := range slices.Sorted(maps.Keys(r.Tags)) {
+		m.Tags = append(m.Tags, guestwire.Tag{Key: k, Value: r.Tags[k]})
+	}
+	var reply guestwire.Started
+	if err := c.roundTrip(ctx, m, &reply); err != nil {
+		return Process{}, err
+	}
+	if reply.Process == nil || reply.Process.ProcessID != r.ID {
+		return Process{}, errs.New(errs.InternalError, "guest init answered for another process")
+	}
+	return processOf(reply.Process), nil
+}
+
+// Wait waits until the process has ended and returns how. Any number may wait.
+func (c *Conn) Wait(ctx context.Context, id string) (Exit, error) {
+	var reply guestwire.Exited
+	if err := c.roundTrip(ctx, &guestwire.Wait{ProcessID: id}, &reply); err != nil {
+		return Exit{}, err
+	}
+	if reply.Exit == nil {
+		return Exit{}, errs.New(errs.InternalError, "guest init answered a wait without an exit")
+	}
+	return *exitOf(reply.Exit), nil
+}
+
+// Signal sends a signal to the process, or to its whole tree, and returns how many got it: none
+// when it has ended.
+func (c *Conn) Signal(ctx context.Context, id string, sig syscall.Signal, tree bool) (int, error) {
+	var reply guestwire.Signaled
+	if err := c.roundTrip(ctx, &guestwire.Signal{ProcessID: id, Signal: uint32(sig), Tree: tree}, &reply); err != nil {
+		return 0, err
+	}
+	return int(reply.Sent), nil
+}
+
+// Forget drops an ended process with its output and exit; WRONG_PHASE while it runs.
+func (c *Conn) Forget(ctx context.Context, id string) error {
+	return c.roundTrip(ctx, &guestwire.Forget{ProcessID: id}, &guestwire.Forgotten{})
+}
+
+// listing receives the parts of a list and bounds their number.
+type listing struct {
+	*call
+	count int
+}
+
+func (l *listing) deliver(t guestwire.Type, payload []byte) {
+	if l.count++; l.count <= cap(l.ch) {
+		l.call.deliver(t, payload)
+	}
+}
+
+// List returns the processes that guest init knows, ended ones included, oldest first.
+func (c *Conn) List(ctx context.Context) ([]Process, error) {
+	// 1,280 processes of at most 4 KiB of arguments each, in parts of 32 KiB or more.
+	r := &listing{call: &call{want: guestwire.TypeListed, ch: make(chan result, 512)}}
+	stream, err := c.register(r)
+	if err != nil {
+		return nil, err
+	}
+	defer c.unregister(stream)
+	if err := c.send(ctx, stream, &guestwire.List{}); err != nil {
+		return nil, err
+	}
+	var out []Process
+	for {
+		select {
+		case res := <-r.ch:
+			var part guestwire.Listed
+			if err := res.decode(&part); err != nil {
+				return nil, err
+			}
+			for i := range part.Processes {
+				out = append(out, processOf(&part.Processes[i]))
+			}
+			if len(out) > maxListed {
+				return nil, errs.New(errs.InternalError, "guest init lists more processes than it can have")
+			}
+			if !part.More {
+				slices.SortFunc(out, func(a, b Process) int {
+					if n := a.StartTime.Compare(b.StartTime); n != 0 {
+						return n
+					}
+					return strings.Compare(a.ID, b.ID)
+				})
+				return out, nil
+			}
+		case <-ctx.Done():
+			return nil, errs.From(ctx.Err())
+		}
+	}
+}
+
+// Run starts a process, hands its output to sink as it comes (from two goroutines, one for each
+// output) and returns how it ended, after all it wrote itself was handed over. The process is
+// returned whenever it is known to be started, also with an error; it is not ended by one.
+func (c *Conn) Run(ctx context.Context, r StartRequest, sink func(Output, Chunk) error) (Process, Exit, error) {
+	p, err := c.Start(ctx, r)
+	if err != nil {
+		return Process{}, Exit{}, err
+	}
+	group, gctx := errgroup.WithContext(ctx)
+	for _, which := range []Output{Stdout, Stderr} {
+		group.Go(func() error {
+			s, err := c.Output(gctx, OutputRequest{Process: p.ID, Output: which, Follow: UntilExit})
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			for {
+				chunk, err := s.Next(gctx)
+				if errors.Is(err, io.EOF) {
+					return nil
+				}
+				if err == nil {
+					err = sink(which, chunk)
+				}
+				if err != nil {
+					return err
+				}
+			}
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return p, Exit{}, err
+	}
+	e, err := c.Wait(ctx, p.ID)
+	return p, e, err
+}

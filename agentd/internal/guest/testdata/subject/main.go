@@ -1,0 +1,106 @@
+// Command subject is what the tests of the guest channel run inside a sandbox.
+package main
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+func main() {
+	if len(os.Args) < 2 {
+		os.Exit(2)
+	}
+	arg := func(i int) string {
+		if len(os.Args) > i {
+			return os.Args[i]
+		}
+		return ""
+	}
+	number := func(i int) int { n, _ := strconv.Atoi(arg(i)); return n }
+	switch os.Args[1] {
+	case "enter": // mount the pid namespace's own /proc, then become another program
+		_ = syscall.Mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, "")
+		if err := syscall.Mount("proc", "/proc", "proc", 0, ""); err != nil {
+			fmt.Fprintln(os.Stderr, "mount /proc:", err)
+		}
+		fmt.Fprintln(os.Stderr, syscall.Exec(os.Args[2], os.Args[2:], os.Environ()))
+		os.Exit(1)
+	case "exit":
+		syscall.Exit(number(2))
+	case "echo":
+		fmt.Println(strings.Join(os.Args[2:], " "))
+		fmt.Fprintln(os.Stderr, "err")
+	case "env":
+		for _, kv := range os.Environ() {
+			fmt.Println(kv)
+		}
+	case "whoami":
+		groups, _ := os.Getgroups()
+		dir, _ := os.Getwd()
+		status, _ := os.ReadFile("/proc/self/status")
+		bounding := ""
+		for _, l := range strings.Split(string(status), "\n") {
+			if strings.HasPrefix(l, "CapBnd:") {
+				bounding = strings.TrimSpace(l[7:])
+			}
+		}
+		sid, _, _ := syscall.RawSyscall(syscall.SYS_GETSID, 0, 0, 0)
+		fmt.Println(os.Getuid(), os.Getgid(), groups, dir, int(sid) == os.Getpid(), bounding)
+	case "cat":
+		_, _ = io.Copy(os.Stdout, os.Stdin)
+	case "pour": // n bytes of numbered lines
+		w := bufio.NewWriterSize(os.Stdout, 4096)
+		for n, i := number(2), 0; n > 0; i++ {
+			k, _ := fmt.Fprintf(w, "%015d\n", i)
+			n -= k
+		}
+		_ = w.Flush()
+	case "count": // a line every few milliseconds, for ever
+		for i := 0; ; i++ {
+			fmt.Println(os.Getpid(), i)
+			time.Sleep(5 * time.Millisecond)
+		}
+	case "sleep":
+		time.Sleep(time.Hour)
+	case "signal": // report the first signal
+		ch := make(chan os.Signal, 1)
+		signal.Notify(ch, syscall.SIGUSR1)
+		fmt.Println("ready")
+		fmt.Println("got", <-ch)
+	case "tree": // a child that leads its own session, and one that does not
+		for _, own := range []bool{false, true} {
+			c := exec.Command("/bin/subject", "sleep")
+			c.SysProcAttr = &syscall.SysProcAttr{Setsid: own}
+			c.Stdout = os.Stdout
+			if err := c.Start(); err != nil {
+				fmt.Println(err)
+			}
+		}
+		fmt.Println("ready")
+		time.Sleep(time.Hour)
+	case "orphan": // leave a child behind that ends soon
+		c := exec.Command("/bin/subject", "sleep")
+		c.Stdout = os.Stdout
+		_ = c.Start()
+		fmt.Println(c.Process.Pid)
+	case "killinit":
+		fmt.Println(syscall.Kill(1, syscall.SIGTERM))
+	case "read":
+		data, err := os.ReadFile(arg(2))
+		fmt.Print(string(data))
+		if err != nil {
+			fmt.Println(err)
+		}
+	case "hostname":
+		name, _ := os.Hostname()
+		fmt.Println(name)
+	}
+}

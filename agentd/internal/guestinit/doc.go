@@ -1,0 +1,35 @@
+// Package guestinit is guest init: PID 1 of a sandbox, which starts every process in it, keeps
+// what they write and how they end, and answers agentd over a pair of FIFOs.
+//
+// # Shape
+//
+// One goroutine, locked to the process's first thread, owns all state and runs an epoll loop over
+// the FIFOs and the pipes of the processes. A second one waits for children that have ended and
+// only says so; the loop itself reaps, so that a pid is never signalled, and an exit never
+// looked up, after the pid was free for another process. There are no timers: the loop's
+// own wait ends at the nearest process timeout. Nothing here imports os, fmt, time or net; an idle
+// init must be small, for there are thousands.
+//
+// # States of the channel
+//
+//	closed    --Hello-->            open      nothing is written before the first hello
+//	open      --Quiesce-->          quiesced  everything read, everything flushed, Quiesced is the last frame
+//	quiesced  --Resume or Hello-->  open
+//	open      --Hello-->            open      calls and streams of the earlier hello are dropped
+//
+// # Invariants
+//
+//   - A process never blocks for ever because nobody reads it: rings overwrite their oldest bytes,
+//     and a reader is told how many it missed.
+//   - A frame of another generation or key than the channel's has no effect.
+//   - What leaves is bounded: replies wait in one buffer, and while it is long no request is
+//     read; output is made into frames only when that buffer is empty.
+//   - An exit is announced after everything the process itself wrote is in its rings.
+//   - A process id is started at most once. Its exit is kept until Forget or until many later
+//     processes have ended.
+//
+// # Checkpoint and restore
+//
+// Memory, processes and rings are in the image. After a restore the FIFOs are others; init needs
+// not know: the next Hello brings a higher generation and perhaps another sandbox uid.
+package guestinit
