@@ -25,6 +25,7 @@ package launcher
 import (
 	"context"
 	"errors"
+	"io/fs"
 	"os"
 	"runtime"
 	"syscall"
@@ -60,26 +61,42 @@ type Launcher struct {
 	mountNS int // -1: the agent's own is the host's
 }
 
+// Options of a launcher.
+type Options struct {
+	// MountNS is the path of the mount namespace that commands run in. Empty: that of process 1 where
+	// it can be read, else the agent's own, which is the same on a host where the agent is not in a
+	// container. An agent in a container names /proc/1/ns/mnt, so that it fails where it has not the
+	// rights to enter it.
+	MountNS string
+}
+
 // New makes a launcher and makes this process a child subreaper. Close releases it.
-func New() (*Launcher, error) {
+func New(opts Options) (*Launcher, error) {
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "become the parent of orphaned sandboxes: %v", err)
+	}
+	path := opts.MountNS
+	if path == "" {
+		path = "/proc/1/ns/mnt"
+	}
+	l := &Launcher{mountNS: -1}
+	there, err := os.Readlink(path)
+	if errors.Is(err, fs.ErrPermission) && opts.MountNS == "" {
+		return l, nil
+	}
+	if err != nil {
+		return nil, errs.Wrap(err, errs.InternalError, "read the mount namespace for sandboxes, %s; agentd needs the host's process namespace and the rights of root in it: %v", path, err)
 	}
 	own, err := os.Readlink("/proc/self/ns/mnt")
 	if err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "read the own mount namespace: %v", err)
 	}
-	host, err := os.Readlink("/proc/1/ns/mnt")
-	if err != nil {
-		return nil, errs.Wrap(err, errs.InternalError, "read the host's mount namespace (agentd needs the host's pid namespace and root): %v", err)
-	}
-	l := &Launcher{mountNS: -1}
-	if own == host {
+	if own == there {
 		return l, nil
 	}
-	l.mountNS, err = unix.Open("/proc/1/ns/mnt", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	l.mountNS, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, errs.Wrap(err, errs.InternalError, "open the host's mount namespace: %v", err)
+		return nil, errs.Wrap(err, errs.InternalError, "open the mount namespace for sandboxes, %s: %v", path, err)
 	}
 	return l, nil
 }

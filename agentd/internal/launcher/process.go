@@ -70,15 +70,15 @@ func (p *Process) Pid() int { return p.pid }
 // Close lets go of the process and ends every Wait with os.ErrClosed.
 func (p *Process) Close() error { return p.f.Close() }
 
-// Signal sends the signal; a process that has ended is not an error.
+// Signal sends the signal; a process that has ended is not an error. After Close it is os.ErrClosed.
 func (p *Process) Signal(sig unix.Signal) error {
 	raw, err := p.f.SyscallConn()
 	if err != nil {
-		return err
+		return os.ErrClosed
 	}
 	var sent error
 	if err := raw.Control(func(fd uintptr) { sent = unix.PidfdSendSignal(int(fd), sig, nil, 0) }); err != nil {
-		return err
+		return os.ErrClosed // the only way in which Control fails
 	}
 	if sent != nil && !errors.Is(sent, unix.ESRCH) {
 		return fmt.Errorf("signal process %d: %w", p.pid, sent)
