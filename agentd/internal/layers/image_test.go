@@ -35,7 +35,7 @@ func dir(name string, mode int64) entry {
 }
 
 func link(name, to string) entry {
-	return entry{tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: to, ModTime: someTime}, ""}
+	return entry{tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: to, Mode: 0o644, ModTime: someTime}, ""}
 }
 
 func symlinkTo(name, to string) entry {

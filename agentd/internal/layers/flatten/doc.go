@@ -18,11 +18,12 @@
 //   - a whiteout and an opaque marker hide what lower layers hold and nothing of their own layer, in
 //     whichever order the archive has them; a character device 0:0 is a whiteout;
 //   - attributes of the root directory are 0755 root:root whatever an archive says of ".";
-//   - xattrs of the trusted namespace, and those that no file system would take, are left out.
+//   - xattrs of the trusted namespace, and those that no file system would take, are left out;
+//   - a hard link's entry changes the attributes of the file; one to a file of a lower layer, which
+//     containerd refuses, is what ln(1) on the mounted overlay makes.
 //
-// Two things differ on purpose. A directory that a layer changes without listing it keeps the time it
-// had (an unpacked overlay has the time of unpacking). A hard link to a file of a lower layer shares the
-// inode with all names of that file.
+// One thing differs on purpose: a directory that a layer changes without listing it keeps the time it had,
+// where an unpacked overlay has the time of unpacking.
 //
 // The same layers give the same bytes: order, times, and numbering depend on the layers alone.
 package flatten

@@ -393,7 +393,7 @@ func setXattrs(ino *inode, records map[string]string) error {
 func keepXattr(k kind, name string) bool {
 	switch {
 	case strings.HasPrefix(name, "user."):
-		return len(name) > len("user.") && (k == regular || k == directory)
+		return len(name) > len("user.") && (k == regular || k == directory || k == hardLink)
 	case strings.HasPrefix(name, "security."):
 		return len(name) > len("security.")
 	case name == "system.posix_acl_access", name == "system.posix_acl_default":

@@ -6,6 +6,7 @@ package flatten
 import (
 	"fmt"
 	"io"
+	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -46,6 +47,23 @@ type inode struct {
 	off          int64
 	target       string // of a symbolic link; of a hard link not yet resolved
 	xattrs       map[string]string
+}
+
+// adopt takes the attributes of a hard link's entry, as unpacking one changes the file itself.
+func (i *inode) adopt(link *inode) {
+	if i.kind != symlink {
+		i.mode = link.mode
+	}
+	i.uid, i.gid, i.sec, i.nsec = link.uid, link.gid, link.sec, link.nsec
+	for k, v := range link.xattrs {
+		if i.kind != hardLink && !keepXattr(i.kind, k) {
+			continue
+		}
+		if i.xattrs == nil {
+			i.xattrs = make(map[string]string, len(link.xattrs))
+		}
+		i.xattrs[k] = v
+	}
 }
 
 // node is a name in a tree.
@@ -228,6 +246,7 @@ func (t *tree) link(dir *node, name string, ino *inode) error {
 		if target.ino.kind == hardLink {
 			t.pending = append(t.pending, n)
 		}
+		target.ino.adopt(ino)
 		return nil
 	}
 	n := &node{ino: ino}
@@ -238,9 +257,28 @@ func (t *tree) link(dir *node, name string, ino *inode) error {
 
 // overlay lays the upper tree over this one, as overlayfs would. The upper tree is used up.
 func (t *tree) overlay(upper *tree) error {
-	// Links first: their targets are what was below before this layer.
-	for _, n := range upper.pending {
-		parts, err := split(n.ino.target)
+	if err := t.resolve(upper.pending); err != nil {
+		return err
+	}
+	if upper.root.ino.sec != 0 || upper.root.ino.nsec != 0 {
+		t.root.ino = upper.root.ino
+	}
+	merge(t.root, upper.root)
+	return nil
+}
+
+// resolve finds the targets of the upper layer's hard links in what is below it. As on a mounted overlay the
+// file is copied up for it: target and link are one inode from here on, and other names that the file has
+// below stay with what they had.
+func (t *tree) resolve(pending []*node) error {
+	copied := make(map[*inode]*inode, len(pending))
+	for _, n := range pending {
+		link := n.ino
+		if done := copied[link]; done != nil {
+			n.ino = done
+			continue
+		}
+		parts, err := split(link.target)
 		if err != nil {
 			return err
 		}
@@ -249,14 +287,19 @@ func (t *tree) overlay(upper *tree) error {
 			return err
 		}
 		if target == nil || target.isDir() {
-			return malformedf("a hard link is to %q, which is no file of this or a lower layer", shorten(n.ino.target))
+			return malformedf("a hard link is to %q, which is no file of this or a lower layer", shorten(link.target))
 		}
-		n.ino = target.ino
+		up := copied[target.ino]
+		if up == nil {
+			c := *target.ino
+			c.xattrs = maps.Clone(c.xattrs)
+			up = &c
+			copied[up] = up // a second link to it finds it as it is now
+		}
+		up.adopt(link)
+		target.ino, n.ino = up, up
+		copied[link] = up
 	}
-	if upper.root.ino.sec != 0 || upper.root.ino.nsec != 0 {
-		t.root.ino = upper.root.ino
-	}
-	merge(t.root, upper.root)
 	return nil
 }
 
