@@ -76,6 +76,7 @@ const (
 	// It is damaged.
 	ArtefactDamaged Reason = "ARTEFACT_DAMAGED" // details: uid, file
 	DigestMismatch  Reason = "DIGEST_MISMATCH"  // details: want, got
+	SecretsLost     Reason = "SECRETS_LOST"     // a restart lost the secret environment before it was delivered; details: uid
 	StateDamaged    Reason = "STATE_DAMAGED"    // the node's state file; the message names the way out
 
 	NotSupported  Reason = "NOT_SUPPORTED"  // details: feature
@@ -127,7 +128,7 @@ var table = map[Reason]row{
 	CallCancelled:   {Cancelled, SameOperation, Unknown},
 	ReplyLost:       {OutcomeUnknown, SameOperation, Unknown},
 
-	ArtefactDamaged: lost, DigestMismatch: lost, StateDamaged: lost,
+	ArtefactDamaged: lost, DigestMismatch: lost, StateDamaged: lost, SecretsLost: lost,
 
 	NotSupported:  {Unsupported, Never, NotStarted},
 	SandboxFailed: {Internal, Never, Terminal},

@@ -1,0 +1,88 @@
+package operations
+
+import (
+	"context"
+	"errors"
+	"strconv"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// final is an error that the operation fails with: no repetition would change it.
+type final struct{ env *errs.Error }
+
+func (f *final) Error() string { return f.env.Error() }
+func (f *final) Unwrap() error { return f.env }
+
+func finally(err error) error { return &final{errs.From(err)} }
+
+// isFinal gives the envelope of a final error.
+func isFinal(err error) (*errs.Error, bool) {
+	var f *final
+	if errors.As(err, &f) {
+		return f.env, true
+	}
+	return nil, false
+}
+
+// maxInternal is how often an internal error of a node is tried again.
+const maxInternal = 3
+
+// call asks a node until it answers: with success, or with an error that is final. A node that is
+// away, a lost reply and a lost session are asked again, under the same command id. An error of
+// which the node says that nothing was started is asked again under a new one.
+func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(context.Context, Command) error) error {
+	delay, internal, attempt := e.cfg.RetryMin, 0, 1
+	for {
+		cmd := Command{ID: t.op.ID + "/" + step, Tenant: t.op.Tenant, OperationID: t.op.ID, RequestID: t.op.RequestID}
+		if attempt > 1 {
+			cmd.ID += "." + strconv.Itoa(attempt)
+		}
+		err := f(ctx, cmd)
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		env := errs.From(err)
+		switch env.Reason {
+		case errs.NodeAway, errs.Fenced, errs.ShuttingDown, errs.ReplyLost, errs.DeadlineExpired, errs.CallCancelled, errs.NoLeader:
+		case errs.QueueFull:
+			attempt++
+		case errs.InternalError:
+			if internal++; internal >= maxInternal {
+				return finally(env)
+			}
+			attempt++
+		default:
+			if env.Outcome != errs.Unknown {
+				return finally(env)
+			}
+		}
+		t.last.Store(env)
+		e.log.Warn("a node did not do a step yet", "operation", t.op.ID, "node", node, "step", step, "error", err, "after", delay)
+		delay = e.pause(ctx, delay)
+	}
+}
+
+// insist asks a node until it succeeds. It is for deletions, which have no other way out.
+func (e *Engine) insist(ctx context.Context, t *task, node, step string, f func(context.Context, Command) error) error {
+	delay := e.cfg.RetryMin
+	for round := 1; ; round++ {
+		id := step
+		if round > 1 {
+			id += "+" + strconv.Itoa(round)
+		}
+		err := e.call(ctx, t, node, id, f)
+		env, ok := isFinal(err)
+		if !ok {
+			return err
+		}
+		t.last.Store(env)
+		e.log.Error("a node refuses to delete; it will be asked again", "operation", t.op.ID, "node", node, "step", step, "error", env)
+		if delay = e.pause(ctx, delay); ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+	}
+}

@@ -1,0 +1,118 @@
+package operations
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+)
+
+// The ledger counts the requests placed on each node. It is made from the records at the start of
+// the term, and changed with each commit after it; only the leader places.
+
+// account brings the ledger up to a sandbox's record. It must follow every commit of one.
+func (e *Engine) account(sb *records.Sandbox) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.unplace(sb.UID)
+	if sb.Status.Node != "" && sb.Status.Phase.OnNode() {
+		e.reserve(sb.Status.Node, sb.UID, request(sb))
+	}
+}
+
+func (e *Engine) forget(uid string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.unplace(uid)
+}
+
+// reserve and unplace want the lock.
+func (e *Engine) reserve(node, uid string, r placement.Resources) {
+	if e.placed[node] == nil {
+		e.placed[node] = make(map[string]reservation)
+	}
+	e.placed[node][uid] = reservation{r}
+}
+
+func (e *Engine) unplace(uid string) {
+	for _, on := range e.placed {
+		delete(on, uid)
+	}
+}
+
+// Placed is the sum of the requests on a node.
+func (e *Engine) Placed(node string) placement.Resources {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.sum(node)
+}
+
+func (e *Engine) sum(node string) placement.Resources {
+	var total placement.Resources
+	for _, r := range e.placed[node] {
+		total = total.Add(r.Resources)
+	}
+	return total
+}
+
+func request(sb *records.Sandbox) placement.Resources {
+	r := sb.Spec.Resources.WithDefaults()
+	return placement.Resources{CPUMillis: r.CPURequestMillis, MemoryBytes: r.MemoryRequestBytes, Sandboxes: 1}
+}
+
+// decide places the request and reserves for the uid, in one step under the lock: the decision
+// is pure and quick.
+func (e *Engine) decide(uid string, r placement.Request) (string, error) {
+	nodes := e.cfg.Nodes.Nodes()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for i := range nodes {
+		nodes[i].Placed = e.sum(nodes[i].Name)
+	}
+	node, err := placement.Decide(nodes, r)
+	if err == nil && uid != "" {
+		e.reserve(node, uid, r.Resources)
+	}
+	return node, err
+}
+
+// place decides, and waits for nodes that may come back while that is not too long ago. since is
+// when the waiting began for the caller.
+func (e *Engine) place(ctx context.Context, uid string, r placement.Request, since time.Time) (string, error) {
+	delay := e.cfg.RetryMin
+	for {
+		node, err := e.decide(uid, r)
+		if err == nil {
+			return node, nil
+		}
+		var nofit *placement.NoFit
+		if !errors.As(err, &nofit) {
+			return "", finally(err)
+		}
+		wait := nofit.Transient || len(nofit.Why) == 0
+		if !wait || e.now().Sub(since) > e.cfg.PlacementWait {
+			return "", finally(nofit.Envelope())
+		}
+		if delay = e.pause(ctx, delay); ctx.Err() != nil {
+			return "", context.Cause(ctx)
+		}
+	}
+}
+
+// possible refuses at the door what no node could ever hold.
+func (e *Engine) possible(spec sandbox.Spec) error {
+	r := spec.Resources.WithDefaults()
+	return placement.Possible(e.cfg.Nodes.Nodes(), placement.Resources{CPUMillis: r.CPURequestMillis, MemoryBytes: r.MemoryRequestBytes})
+}
+
+// PlacedUIDs lists what is counted on a node, for operators and tests.
+func (e *Engine) PlacedUIDs(node string) []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.Sorted(maps.Keys(e.placed[node]))
+}

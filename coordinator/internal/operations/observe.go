@@ -1,0 +1,87 @@
+package operations
+
+import (
+	"context"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+)
+
+// observe takes a node's observation into the record and tells whether it changed anything. An
+// older observation than the recorded one, and a move that the table does not have, change nothing.
+func (e *Engine) observe(sb *records.Sandbox, o Observation) bool {
+	if o.Number != 0 && o.Number <= sb.Status.Observation {
+		return false
+	}
+	if o.Number != 0 {
+		sb.Status.Observation = o.Number
+	}
+	st := &sb.Status
+	for to, from := range map[*string]string{&st.ImageDigest: o.ImageDigest, &st.ErofsDigest: o.ErofsDigest, &st.RuntimeBundle: o.RuntimeBundle, &st.RestoredFrom: o.RestoredFrom} {
+		if from != "" {
+			*to = from
+		}
+	}
+	if o.ObservedGeneration > st.ObservedGeneration {
+		st.ObservedGeneration = o.ObservedGeneration
+	}
+	if !o.StartTime.IsZero() {
+		st.StartTime = o.StartTime
+	}
+	if st.Phase == sandbox.Deleting || o.Phase == sandbox.Deleting || !e.move(sb, o.Phase, o.Reason, o.Message) {
+		return true
+	}
+	if o.Phase == sandbox.Stopped || o.Phase == sandbox.Failed {
+		st.ExitCode = o.ExitCode
+	}
+	if o.Phase == sandbox.Running || o.Phase == sandbox.Stopped {
+		sb.SourceSnapshot = ""
+	}
+	return true
+}
+
+// Observe commits what a node reports of a sandbox, under the node's session. An error of
+// outcome not_started with retry never means that the report will never be taken.
+func (e *Engine) Observe(ctx context.Context, node string, o Observation) error {
+	key := records.SandboxKey(o.Tenant, o.UID)
+	if err := key.Validate(); err != nil {
+		return err
+	}
+	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: node, Session: o.Session}
+	_, err := e.changeAs(ctx, owner, o.Tenant, o.UID, func(_ context.Context, _ catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
+		if sb.Status.Node != node {
+			return nil, errs.New(errs.WrongPhase, "sandbox %s is not on node %s", o.UID, node).With("uid", o.UID).With("phase", string(sb.Status.Phase))
+		}
+		before := sb.Status.Phase
+		if !e.observe(sb, o) {
+			return nil, errNothing
+		}
+		if before == sb.Status.Phase {
+			return nil, nil
+		}
+		failed := sb.Status.Phase == sandbox.Failed
+		ev, err := e.event(key, string(sb.Status.Phase), sb.Status.Reason+" "+sb.Status.Message, failed)
+		return []catalog.Put{ev}, err
+	})
+	return err
+}
+
+// Lost commits that a node came back without a sandbox that it had, if the record is still at
+// the revision at which it was read before the node was asked.
+func (e *Engine) Lost(ctx context.Context, node string, session fence.Epoch, tenant, uid string, revision uint64) error {
+	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: node, Session: session}
+	_, err := e.changeAs(ctx, owner, tenant, uid, func(_ context.Context, _ catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
+		if sb.Revision != revision || sb.Status.Node != node || !e.move(sb, sandbox.Failed, sandbox.ReasonLost, "node "+node+" came back without it") {
+			return nil, errNothing
+		}
+		ev, err := e.event(records.SandboxKey(tenant, uid), "Lost", "node "+node+" came back without it", true)
+		return []catalog.Put{ev}, err
+	})
+	if errs.Has(err, errs.ObjectNotFound) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,176 @@
+package operations
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// State of an operation.
+type State string
+
+// The states.
+const (
+	Pending   State = "Pending"
+	Succeeded State = "Succeeded"
+	Failed    State = "Failed"
+)
+
+// Kind of an operation.
+type Kind string
+
+// The kinds.
+const (
+	KindCreateSandbox     Kind = "CreateSandbox"
+	KindDeleteSandbox     Kind = "DeleteSandbox"
+	KindCheckpointSandbox Kind = "CheckpointSandbox"
+	KindRestoreSandbox    Kind = "RestoreSandbox"
+	KindForkSandbox       Kind = "ForkSandbox"
+	KindDeleteSnapshot    Kind = "DeleteSnapshot"
+	KindCreateVolume      Kind = "CreateVolume"
+	KindDeleteVolume      Kind = "DeleteVolume"
+	KindCordonNode        Kind = "CordonNode"
+	KindUncordonNode      Kind = "UncordonNode"
+)
+
+// Copy is a sandbox that the operation makes, with the volumes it makes for it.
+type Copy struct {
+	SandboxUID string   `json:"sandbox_uid"`
+	Clones     []string `json:"clones,omitempty"`
+}
+
+// Plan names what an operation makes and acts on. It is fixed by the accepting commit.
+type Plan struct {
+	// Target is the object that is deleted.
+	Target string `json:"target,omitempty"`
+	// SnapshotUID is what is made from, and with MakesSnapshot what is made.
+	SnapshotUID   string `json:"snapshot_uid,omitempty"`
+	MakesSnapshot bool   `json:"makes_snapshot,omitempty"`
+	VolumeUID     string `json:"volume_uid,omitempty"`
+	Node          string `json:"node,omitempty"`
+	Copies        []Copy `json:"copies,omitempty"`
+}
+
+// uids lists what the operation makes or acts on.
+func (p Plan) uids() []string {
+	var all []string
+	for _, u := range []string{p.Target, p.SnapshotUID, p.VolumeUID} {
+		if u != "" {
+			all = append(all, u)
+		}
+	}
+	for _, c := range p.Copies {
+		all = append(append(all, c.SandboxUID), c.Clones...)
+	}
+	return all
+}
+
+// Result is what a Succeeded operation made, as it was at that moment.
+type Result struct {
+	Sandboxes []*records.Sandbox `json:"sandboxes,omitempty"`
+	Snapshot  *records.Snapshot  `json:"snapshot,omitempty"`
+	Volume    *records.Volume    `json:"volume,omitempty"`
+	// Revisions are those of the sandboxes, or of the one object.
+	Revisions []uint64 `json:"revisions,omitempty"`
+}
+
+// Operation is the record.
+type Operation struct {
+	ID         string          `json:"id"`
+	Tenant     string          `json:"tenant"`
+	Kind       Kind            `json:"kind"`
+	Digest     string          `json:"digest"`
+	Request    json.RawMessage `json:"request"`
+	RequestID  string          `json:"request_id,omitempty"`
+	HadSecrets bool            `json:"had_secrets,omitempty"`
+	Plan       Plan            `json:"plan"`
+	State      State           `json:"state"`
+	// Error of a Failed operation, and of a Pending one that is undoing what it made.
+	Error   *errs.Error `json:"error,omitempty"`
+	Result  *Result     `json:"result,omitempty"`
+	Created time.Time   `json:"created"`
+	Done    time.Time   `json:"done,omitzero"`
+
+	revision uint64
+}
+
+// UIDs lists what the operation makes or acts on.
+func (o *Operation) UIDs() []string { return o.Plan.uids() }
+
+// digest is the identity of a request: its kind and its body in canonical form (encoding/json of the
+// request's own type: fields in their order, maps sorted).
+func digest(kind Kind, request any) (string, json.RawMessage, error) {
+	body, err := json.Marshal(request)
+	if err != nil {
+		return "", nil, fmt.Errorf("encode the request: %w", err)
+	}
+	h := sha256.New()
+	h.Write([]byte(kind))
+	h.Write([]byte{0})
+	h.Write(body)
+	return "sha256:" + hex.EncodeToString(h.Sum(nil)), body, nil
+}
+
+// maxResultBody is how much of a record may be the result; above it only uids are kept, and the
+// objects are read when they are asked for.
+const maxResultBody = 128 << 10
+
+func (o *Operation) put() (catalog.Put, error) {
+	if o.Result != nil {
+		if b, err := json.Marshal(o.Result); err != nil || len(b) > maxResultBody {
+			o.Result = nil
+		}
+	}
+	body, err := records.Encode(o)
+	if err != nil {
+		return catalog.Put{}, err
+	}
+	return catalog.Put{
+		Record:         catalog.Record{Key: records.OperationKey(o.Tenant, o.ID), Phase: string(o.State), Body: body},
+		ExpectRevision: o.revision,
+	}, nil
+}
+
+// OperationOf reads an operation's record.
+func OperationOf(r catalog.Record) (*Operation, error) {
+	o := new(Operation)
+	err := records.Decode(r.Body, o)
+	o.revision = r.Revision
+	if o.Result != nil {
+		o.Result.restoreRevisions()
+	}
+	return o, err
+}
+
+// keepRevisions saves what the bodies themselves do not hold.
+func (r *Result) keepRevisions() {
+	r.Revisions = nil
+	for _, s := range r.Sandboxes {
+		r.Revisions = append(r.Revisions, s.Revision)
+	}
+	switch {
+	case r.Snapshot != nil && len(r.Sandboxes) == 0:
+		r.Revisions = []uint64{r.Snapshot.Revision}
+	case r.Volume != nil:
+		r.Revisions = []uint64{r.Volume.Revision}
+	}
+}
+
+func (r *Result) restoreRevisions() {
+	for i, rev := range r.Revisions {
+		switch {
+		case i < len(r.Sandboxes):
+			r.Sandboxes[i].Revision = rev
+		case r.Snapshot != nil && len(r.Sandboxes) == 0:
+			r.Snapshot.Revision = rev
+		case r.Volume != nil:
+			r.Volume.Revision = rev
+		}
+	}
+}

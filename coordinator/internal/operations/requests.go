@@ -1,0 +1,82 @@
+package operations
+
+import "github.com/dormouse-run/dormouse/pkg/sandbox"
+import "github.com/dormouse-run/dormouse/pkg/volume"
+
+// Call is who asks.
+type Call struct {
+	Tenant      string
+	OperationID string // "" lets the engine choose
+	RequestID   string
+}
+
+// CreateSandbox is a request. The names of secret variables are part of its identity, their values
+// are not: a digest of a weak secret would give it away.
+type CreateSandbox struct {
+	Name        string            `json:"name,omitempty"`
+	Labels      map[string]string `json:"labels,omitempty"`
+	Spec        sandbox.Spec      `json:"spec"`
+	SecretNames []string          `json:"secret_names,omitempty"`
+
+	SecretEnv map[string]string `json:"-"`
+}
+
+// Policy for a volume of a snapshot.
+type Policy string
+
+// The policies. The empty one is the default of the verb: same for restore, clone for fork (but
+// same for volumes that are shared).
+const (
+	PolicySame    Policy = "same"
+	PolicyClone   Policy = "clone"
+	PolicyReplace Policy = "replace"
+)
+
+// Binding is the choice for the volume at a path.
+type Binding struct {
+	Path        string `json:"path"`
+	Policy      Policy `json:"policy"`
+	ReplaceWith string `json:"replace_with,omitempty"`
+}
+
+// CheckpointSandbox is a request.
+type CheckpointSandbox struct {
+	UID    string            `json:"uid"`
+	Name   string            `json:"name,omitempty"`
+	Labels map[string]string `json:"labels,omitempty"`
+}
+
+// RestoreSandbox is a request.
+type RestoreSandbox struct {
+	SnapshotUID string            `json:"snapshot_uid"`
+	Name        string            `json:"name,omitempty"`
+	Labels      map[string]string `json:"labels,omitempty"`
+	Volumes     []Binding         `json:"volumes,omitempty"`
+}
+
+// ForkSandbox is a request.
+type ForkSandbox struct {
+	SandboxUID  string            `json:"sandbox_uid,omitempty"`
+	SnapshotUID string            `json:"snapshot_uid,omitempty"`
+	Count       int               `json:"count"`
+	NamePrefix  string            `json:"name_prefix,omitempty"`
+	Labels      map[string]string `json:"labels,omitempty"`
+	Volumes     []Binding         `json:"volumes,omitempty"`
+}
+
+// CreateVolume is a request.
+type CreateVolume struct {
+	Name   string            `json:"name,omitempty"`
+	Labels map[string]string `json:"labels,omitempty"`
+	Spec   volume.Spec       `json:"spec"`
+}
+
+// Delete is a request to delete the object of a uid.
+type Delete struct {
+	UID string `json:"uid"`
+}
+
+// Cordon is a request to keep new work from a node, or to allow it again.
+type Cordon struct {
+	Name string `json:"name"`
+}

@@ -1,0 +1,247 @@
+package operations
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+)
+
+// makeRun brings a Pending or Starting sandbox to Running (or Stopped, when its command was quick),
+// by what its record says. fin, if given, makes the write that ends the operation in the same
+// commit.
+func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) error {
+	callCtx, leave, err := e.takeOff(ctx, uid)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	began := e.now()
+	for {
+		sb, err := e.sandbox(ctx, e.cfg.Catalog, t.op.Tenant, uid)
+		if errs.Has(err, errs.ObjectNotFound) {
+			return finally(overtaken(uid))
+		}
+		if err != nil {
+			return err
+		}
+		switch sb.Status.Phase {
+		case sandbox.Pending:
+			err = e.placeSandbox(ctx, t, sb, began)
+		case sandbox.Starting:
+			err = e.startOnNode(ctx, callCtx, t, sb, fin)
+		case sandbox.Deleting:
+			return finally(overtaken(uid))
+		case sandbox.Failed:
+			return finally(errs.New(errs.SandboxFailed, "the sandbox failed (%s): %s", sb.Status.Reason, sb.Status.Message).
+				With("uid", uid).With("step", "start").With("sandbox_reason", sb.Status.Reason))
+		default:
+			return nil
+		}
+		if err != nil && !errors.Is(err, errInterrupted) {
+			return err
+		}
+	}
+}
+
+func overtaken(uid string) *errs.Error {
+	return errs.New(errs.WrongPhase, "sandbox %s was deleted before it ran", uid).With("uid", uid).With("phase", string(sandbox.Deleting)).
+		WithOutcome(errs.Terminal, errs.Never)
+}
+
+// takeOff registers a start in flight, which a deletion interrupts and waits for.
+func (e *Engine) takeOff(ctx context.Context, uid string) (context.Context, func(), error) {
+	callCtx, cancel := context.WithCancelCause(ctx)
+	f := &flight{cancel: cancel, done: make(chan struct{})}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.starting[uid] != nil {
+		cancel(nil)
+		return nil, nil, errs.New(errs.WrongPhase, "sandbox %s is being started by another operation", uid)
+	}
+	e.starting[uid] = f
+	return callCtx, func() {
+		e.mu.Lock()
+		delete(e.starting, uid)
+		e.mu.Unlock()
+		close(f.done)
+		cancel(nil)
+	}, nil
+}
+
+// interrupt ends a start in flight and waits until its goroutine has let go.
+func (e *Engine) interrupt(ctx context.Context, uid string) error {
+	e.mu.Lock()
+	f := e.starting[uid]
+	e.mu.Unlock()
+	if f == nil {
+		return nil
+	}
+	f.cancel(errInterrupted)
+	select {
+	case <-f.done:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// placeSandbox decides where, and commits Starting there before the node is told.
+func (e *Engine) placeSandbox(ctx context.Context, t *task, sb *records.Sandbox, since time.Time) error {
+	req := placement.Request{Resources: request(sb), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
+	for _, a := range sb.Attachments {
+		rec, err := e.cfg.Catalog.Get(ctx, records.VolumeKey(sb.Tenant, a.VolumeUID))
+		if err != nil {
+			return err
+		}
+		req.Volumes[a.VolumeUID] = rec.Node
+	}
+	if sb.SourceSnapshot != "" {
+		rec, err := e.cfg.Catalog.Get(ctx, records.SnapshotKey(sb.Tenant, sb.SourceSnapshot))
+		if err != nil {
+			return err
+		}
+		snap, err := records.SnapshotOf(rec)
+		if err != nil {
+			return err
+		}
+		req.Artefact = append([]string{}, snap.Status.Nodes...)
+	}
+	node, err := e.place(ctx, sb.UID, req, since)
+	if err != nil {
+		return err
+	}
+	committed, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
+		if sb.Status.Phase != sandbox.Pending {
+			return nil, errNothing
+		}
+		e.move(sb, sandbox.Starting, "", "")
+		sb.Status.Node = node
+		sb.Status.SetCondition(sandbox.Condition{Type: "Scheduled", Status: true, Reason: "Placed", Message: node, LastTransitionTime: e.now()})
+		ev, err := e.event(records.SandboxKey(sb.Tenant, sb.UID), "Scheduled", "placed on node "+node, false)
+		return []catalog.Put{ev}, err
+	})
+	if err != nil || committed == nil {
+		e.resync(ctx, sb.Tenant, sb.UID)
+	}
+	return err
+}
+
+// startOnNode tells the node, and commits what it observed.
+func (e *Engine) startOnNode(ctx, callCtx context.Context, t *task, sb *records.Sandbox, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) error {
+	node := sb.Status.Node
+	if t.op.HadSecrets && t.secrets == nil {
+		return finally(errs.New(errs.SecretsLost, "the coordinator restarted before the sandbox ran and no longer has its secret environment; create it again with a new operation id").With("uid", sb.UID))
+	}
+	var obs Observation
+	step := "start:" + sb.UID
+	if sb.SourceSnapshot != "" {
+		step = "restore:" + sb.UID
+	}
+	err := e.call(callCtx, t, node, step, func(ctx context.Context, c Command) (err error) {
+		if sb.SourceSnapshot != "" {
+			obs, err = e.cfg.Agents.RestoreSandbox(ctx, node, c, sb)
+		} else {
+			obs, err = e.cfg.Agents.StartSandbox(ctx, node, c, sb, t.secrets)
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	return e.recordStart(ctx, t, sb, obs, fin)
+}
+
+func (e *Engine) recordStart(ctx context.Context, t *task, sb *records.Sandbox, obs Observation, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) error {
+	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: sb.Status.Node, Session: obs.Session}
+	_, err := e.changeAs(ctx, owner, sb.Tenant, sb.UID, func(ctx context.Context, r catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
+		if sb.Status.Phase != sandbox.Starting {
+			return nil, errNothing
+		}
+		e.observe(sb, obs)
+		if sb.Status.Phase == sandbox.Starting {
+			e.move(sb, sandbox.Running, "", "") // a reply of success means that it ran
+			sb.SourceSnapshot = ""
+		}
+		reason := "Started"
+		if obs.RestoredFrom != "" {
+			reason = "Restored"
+		}
+		ev, err := e.event(records.SandboxKey(sb.Tenant, sb.UID), reason, "runs on node "+sb.Status.Node, false)
+		if err != nil || fin == nil {
+			return []catalog.Put{ev}, err
+		}
+		op, err := e.operation(ctx, r, t)
+		if err != nil {
+			return nil, err
+		}
+		put, err := fin(op, sb)
+		return []catalog.Put{ev, put}, err
+	})
+	return err
+}
+
+// changeSandbox commits a change of a sandbox's record with the coordinator as owner.
+func (e *Engine) changeSandbox(ctx context.Context, tenant, uid string, change func(*records.Sandbox) ([]catalog.Put, error)) (*records.Sandbox, error) {
+	return e.changeAs(ctx, e.owner(), tenant, uid, func(_ context.Context, _ catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
+		return change(sb)
+	})
+}
+
+// changeAs commits a change of a sandbox's record, with further writes, and accounts for it. It
+// gives what was committed, or nil when the change found nothing to do.
+func (e *Engine) changeAs(ctx context.Context, owner fence.Owner, tenant, uid string, change func(context.Context, catalog.Reader, *records.Sandbox) ([]catalog.Put, error)) (*records.Sandbox, error) {
+	var sb *records.Sandbox
+	res, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+		var err error
+		if sb, err = e.sandbox(ctx, r, tenant, uid); err != nil {
+			return catalog.Commit{}, err
+		}
+		more, err := change(ctx, r, sb)
+		if err != nil {
+			return catalog.Commit{}, err
+		}
+		put, err := sb.Put()
+		return catalog.Commit{Owner: owner, Puts: append([]catalog.Put{put}, more...)}, err
+	})
+	if err != nil || res.Seq == 0 {
+		return nil, err
+	}
+	sb.Revision++
+	e.account(sb)
+	return sb, nil
+}
+
+// resync brings the ledger back to the record after a change that was not made.
+func (e *Engine) resync(ctx context.Context, tenant, uid string) {
+	sb, err := e.sandbox(ctx, e.cfg.Catalog, tenant, uid)
+	switch {
+	case err == nil:
+		e.account(sb)
+	case errs.Has(err, errs.ObjectNotFound):
+		e.forget(uid)
+	}
+}
+
+func (e *Engine) sandbox(ctx context.Context, r catalog.Reader, tenant, uid string) (*records.Sandbox, error) {
+	rec, err := r.Get(ctx, records.SandboxKey(tenant, uid))
+	if err != nil {
+		return nil, err
+	}
+	return records.SandboxOf(rec)
+}
+
+// move changes the phase, if the table has the row; otherwise nothing changes.
+func (e *Engine) move(sb *records.Sandbox, to sandbox.Phase, reason, message string) bool {
+	if sandbox.Move(sb.Status.Phase, to) != nil {
+		return false
+	}
+	sb.Status.Phase, sb.Status.Reason, sb.Status.Message = to, reason, message
+	return true
+}

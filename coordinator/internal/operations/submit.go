@@ -1,0 +1,187 @@
+package operations
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+)
+
+// door decides, inside the commit queue, whether the request can be accepted: it reads what the request
+// names, fills the operation's plan and gives the first writes of everything in it. It may run
+// more than once.
+type door func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error)
+
+type writes struct {
+	puts   []catalog.Put
+	checks []catalog.Check
+	// complete ends the operation in the accepting commit itself.
+	complete bool
+}
+
+// maxSkew is how far in the future the time in an operation id may be.
+const maxSkew = time.Hour
+
+// submit accepts the request, or joins the operation that was accepted under its id, and waits for its end.
+func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
+	op, err := e.accept(ctx, c, kind, request, secrets, d)
+	if err != nil {
+		return nil, errs.From(err).WithRequest(c.RequestID, c.OperationID)
+	}
+	op, err = e.await(ctx, op, secrets)
+	if err != nil {
+		return nil, errs.From(err).WithRequest(c.RequestID, c.OperationID)
+	}
+	if op.State == Failed {
+		return nil, op.Error.WithRequest(c.RequestID, op.ID)
+	}
+	return op, nil
+}
+
+func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
+	if c.OperationID == "" {
+		c.OperationID = uid.New()
+	}
+	minted, err := uid.Time(c.OperationID)
+	if err != nil {
+		return nil, errs.New(errs.InvalidField, "operation_id: %v", err).With("field", "operation_id")
+	}
+	if minted.After(e.now().Add(maxSkew)) {
+		return nil, errs.New(errs.InvalidField, "operation_id: its time is in the future; make ids of the present time").With("field", "operation_id")
+	}
+	sum, body, err := digest(kind, request)
+	if err != nil {
+		return nil, err
+	}
+	known, err := e.lookup(ctx, c.Tenant, c.OperationID)
+	if err == nil {
+		return known, sameBody(known, sum)
+	}
+	if !errs.Has(err, errs.ObjectNotFound) {
+		return nil, err
+	}
+	if err := e.admit(); err != nil {
+		return nil, err
+	}
+	blank := Operation{ID: c.OperationID, Tenant: c.Tenant, Kind: kind, Digest: sum, Request: body,
+		RequestID: c.RequestID, HadSecrets: len(secrets) > 0, State: Pending}
+	var op Operation
+	_, err = e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+		op = blank
+		op.Created = e.now()
+		w, err := d(ctx, r, &op)
+		if err != nil {
+			return catalog.Commit{}, err
+		}
+		var put catalog.Put
+		if w.complete {
+			put, err = e.ended(&op, nil, nil)
+		} else {
+			put, err = op.put()
+		}
+		return catalog.Commit{ID: op.ID, Tenant: op.Tenant, Digest: op.Digest, Minted: minted,
+			Checks: w.checks, Puts: append([]catalog.Put{put}, w.puts...)}, err
+	})
+	return e.accepted(ctx, c, sum, err)
+}
+
+// accepted resolves what the accepting commit said. A refusal may be the echo of our own id: the
+// same request, sent twice, meets at the door what its twin has made.
+func (e *Engine) accepted(ctx context.Context, c Call, sum string, err error) (*Operation, error) {
+	op, lookupErr := e.lookup(ctx, c.Tenant, c.OperationID)
+	switch {
+	case lookupErr == nil:
+		return op, sameBody(op, sum)
+	case err != nil:
+		return nil, err
+	case errs.Has(lookupErr, errs.ObjectNotFound):
+		return nil, errs.New(errs.OperationExpired, "operation %s ended so long ago that its result is no longer kept; look at the object, then use a new operation id", c.OperationID)
+	}
+	return nil, lookupErr
+}
+
+func (e *Engine) lookup(ctx context.Context, tenant, id string) (*Operation, error) {
+	rec, err := e.cfg.Catalog.Get(ctx, records.OperationKey(tenant, id))
+	if err != nil {
+		return nil, err
+	}
+	return OperationOf(rec)
+}
+
+func sameBody(op *Operation, sum string) error {
+	if op.Digest == sum {
+		return nil
+	}
+	return errs.New(errs.OperationBodyMismatch, "this operation id was used with another request; use a new operation id").
+		With("operation_id", op.ID).With("kind", string(op.Kind))
+}
+
+func (e *Engine) admit() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.stopped || e.ctx.Err() != nil {
+		return errs.New(errs.NoLeader, "this coordinator is not the leader; ask again")
+	}
+	if len(e.tasks) >= e.cfg.MaxPending {
+		return errs.New(errs.QueueFull, "%d operations are in progress; wait, then ask again", len(e.tasks)).With("resource", "operations")
+	}
+	return nil
+}
+
+// await drives the operation, if nothing does yet, and waits for its end or the caller's. The
+// work goes on when the caller has gone.
+func (e *Engine) await(ctx context.Context, op *Operation, secrets map[string]string) (*Operation, error) {
+	if op.State != Pending {
+		return op, nil
+	}
+	t := e.launch(op, secrets)
+	if t == nil {
+		return nil, lostTerm(op)
+	}
+	ctx, cancel := beforeDeadline(ctx)
+	defer cancel()
+	select {
+	case <-t.done:
+		if t.op.State == Pending {
+			return nil, lostTerm(op)
+		}
+		return t.op, nil
+	case <-ctx.Done():
+		return nil, stillGoing(ctx, t, op)
+	}
+}
+
+func lostTerm(op *Operation) error {
+	return errs.New(errs.NoLeader, "the coordinator stopped leading; another goes on with operation %s: ask again with the same operation id", op.ID).
+		WithOutcome(errs.Unknown, errs.SameOperation).WithRequest("", op.ID)
+}
+
+// stillGoing says why the operation has not ended by the caller's deadline.
+func stillGoing(ctx context.Context, t *task, op *Operation) error {
+	if errors.Is(ctx.Err(), context.Canceled) {
+		return errs.New(errs.CallCancelled, "the call was cancelled; operation %s goes on", op.ID).WithRequest("", op.ID)
+	}
+	if last := t.last.Load(); last != nil && last.Reason == errs.NodeAway {
+		return last.WithOutcome(errs.Unknown, errs.SameOperation).WithRequest("", op.ID)
+	}
+	return errs.New(errs.DeadlineExpired, "the deadline passed; operation %s goes on: ask again with the same operation id", op.ID).WithRequest("", op.ID)
+}
+
+// beforeDeadline ends a little before the caller's deadline, so that the answer still reaches it.
+func beforeDeadline(ctx context.Context) (context.Context, context.CancelFunc) {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return context.WithCancel(ctx)
+	}
+	margin := min(time.Until(deadline)/10, 300*time.Millisecond)
+	return context.WithDeadline(ctx, deadline.Add(-margin))
+}
+
+// Operation finds an operation of the tenant.
+func (e *Engine) Operation(ctx context.Context, tenant, id string) (*Operation, error) {
+	return e.lookup(ctx, tenant, id)
+}

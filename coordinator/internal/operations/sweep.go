@@ -1,0 +1,145 @@
+package operations
+
+import (
+	"context"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+const (
+	sweepEvery = time.Minute
+	// MaxEvents bounds the events kept, of all tenants.
+	MaxEvents = 20_000
+	// sweepBatch bounds how many records one commit removes.
+	sweepBatch = 200
+)
+
+// sweep forgets what has expired: events, ended operations, tombstones. It removes a bounded number
+// at a time and never touches what is Pending.
+func (e *Engine) sweep() {
+	timer := time.NewTicker(sweepEvery)
+	defer timer.Stop()
+	for {
+		select {
+		case <-e.ctx.Done():
+			return
+		case <-timer.C:
+		}
+		if err := e.Sweep(e.ctx); err != nil && e.ctx.Err() == nil {
+			e.log.Warn("expired records were not all removed", "error", err)
+		}
+	}
+}
+
+// Sweep runs one pass.
+func (e *Engine) Sweep(ctx context.Context) error {
+	if err := e.sweepEvents(ctx); err != nil {
+		return err
+	}
+	if err := e.sweepOperations(ctx); err != nil {
+		return err
+	}
+	_, err := e.cfg.Catalog.Compact(ctx, 1000)
+	return err
+}
+
+func (e *Engine) sweepEvents(ctx context.Context) error {
+	var all, old []catalog.Record
+	err := e.each(ctx, catalog.Query{Kind: catalog.KindEvent}, func(r catalog.Record) error {
+		r.Body = nil
+		if e.now().Sub(r.Created) > e.cfg.EventLife {
+			old = append(old, r)
+		} else {
+			all = append(all, r)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if n := len(all) - MaxEvents; n > 0 {
+		old = append(old, all[:n]...)
+	}
+	return e.remove(ctx, old)
+}
+
+func (e *Engine) sweepOperations(ctx context.Context) error {
+	var old []catalog.Record
+	err := e.each(ctx, catalog.Query{Kind: catalog.KindOperation, Phases: []string{string(Succeeded), string(Failed)}}, func(r catalog.Record) error {
+		op, err := OperationOf(r)
+		if err == nil && e.now().Sub(op.Done) > e.cfg.OperationLife {
+			r.Body = nil
+			old = append(old, r)
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	return e.remove(ctx, old)
+}
+
+func (e *Engine) remove(ctx context.Context, old []catalog.Record) error {
+	for len(old) > 0 {
+		n := min(len(old), sweepBatch)
+		batch := old[:n]
+		old = old[n:]
+		if err := e.removeBatch(ctx, batch); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeBatch removes the records that are still as they were read.
+func (e *Engine) removeBatch(ctx context.Context, batch []catalog.Record) error {
+	keys := make([]catalog.Key, len(batch))
+	for i, r := range batch {
+		keys[i] = r.Key
+	}
+	_, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+		now, err := r.GetMany(ctx, keys)
+		if err != nil {
+			return catalog.Commit{}, err
+		}
+		var c catalog.Commit
+		for _, r := range batch {
+			if now[r.Key].Revision == r.Revision {
+				c.Deletes = append(c.Deletes, catalog.Delete{Key: r.Key, ExpectRevision: r.Revision})
+			}
+		}
+		if len(c.Deletes) == 0 {
+			return c, errNothing
+		}
+		return c, nil
+	})
+	return err
+}
+
+// Orphaned tells whether the object of a key was deleted for certain: there is no record, and
+// its tombstone is there. No record and no tombstone is unknown, and not orphaned.
+func (e *Engine) Orphaned(ctx context.Context, key catalog.Key) (bool, error) {
+	_, err := e.cfg.Catalog.Get(ctx, key)
+	if !errs.Has(err, errs.ObjectNotFound) {
+		return false, err
+	}
+	_, err = e.cfg.Catalog.Tombstone(ctx, key)
+	if errs.Has(err, errs.ObjectNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// Placements lists what is recorded on a node.
+func (e *Engine) Placements(ctx context.Context, node string) ([]*records.Sandbox, error) {
+	var all []*records.Sandbox
+	err := e.each(ctx, catalog.Query{Kind: catalog.KindSandbox, Node: node}, func(r catalog.Record) error {
+		sb, err := records.SandboxOf(r)
+		all = append(all, sb)
+		return err
+	})
+	return all, err
+}
