@@ -24,6 +24,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
 )
 
 // namedDir is where named namespaces are bound, as ip-netns(8) does.
@@ -203,8 +204,16 @@ func Do(path string, f func() error) error {
 func onOwnThread(f func() error) error {
 	done := make(chan error, 1)
 	go func() {
-		// Never unlocked: the runtime ends the thread with the goroutine.
 		runtime.LockOSThread()
+		if unix.Gettid() == os.Getpid() {
+			// The first thread cannot end, and stands for the process in /proc:
+			// it must stay where it is. While this goroutine holds it, another
+			// one gets another thread.
+			defer runtime.UnlockOSThread()
+			done <- onOwnThread(f)
+			return
+		}
+		// Never unlocked: the runtime ends the thread with the goroutine.
 		done <- f()
 	}()
 	return <-done
