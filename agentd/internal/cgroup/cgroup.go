@@ -8,6 +8,13 @@
 // so that a sandbox never shares a group with the node agent (whose pod or unit may be stopped) and
 // so that what a crashed agent left behind can be listed and removed by name.
 //
+// # Who joins
+//
+// No thread of the agent ever enters a group, not even for the moment of a fork: v1 lists a process as a
+// member as soon as one of its threads is, and what kills the group would kill the agent. In v2 the
+// runtime is born in the group (CLONE_INTO_CGROUP, OpenV2); in v1 the runtime joins the group that Create
+// made before it forks the sandbox, and leaves it again.
+//
 // Every operation is idempotent and looks at the kernel, not at memory: a group made by an earlier
 // process is handled like one's own. Where v1 controllers and a bare v2 hierarchy are both mounted,
 // the group exists in both; v2 then serves to kill everything at one stroke.
@@ -256,18 +263,6 @@ func inheritCpuset(mount, path string) error {
 			if err := write(dir, file, strings.TrimSpace(string(above))); err != nil {
 				return err
 			}
-		}
-	}
-	return nil
-}
-
-// JoinThread moves the calling thread into the group in every v1 hierarchy. The thread has to be
-// locked and thrown away afterwards; what it forks is born in the group. For v2, which moves whole
-// processes only, fork with the descriptor that OpenV2 gives.
-func (g *Group) JoinThread() error {
-	for _, h := range g.m.v1 {
-		if err := write(g.dir(h.mount), "tasks", "0"); err != nil {
-			return err
 		}
 	}
 	return nil

@@ -101,7 +101,7 @@ func (g *Group) Pids() ([]int, error) {
 	return slices.Compact(pids), nil
 }
 
-// Kill kills every process in the group and does not wait. Idempotent.
+// Kill kills every process in the group, never the caller's own, and does not wait. Idempotent.
 func (g *Group) Kill() error {
 	if dir, ok := g.unifiedDir(); ok {
 		err := os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0)
@@ -117,6 +117,9 @@ func (g *Group) Kill() error {
 		return err
 	}
 	for _, pid := range pids {
+		if pid == os.Getpid() {
+			continue
+		}
 		if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
 			return errs.Wrap(err, errs.InternalError, "kill process %d of %s: %v", pid, g.m.Path(g.id), err)
 		}

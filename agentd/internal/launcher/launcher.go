@@ -5,14 +5,14 @@
 //
 //   - in the host's mount namespace (that of process 1) where the agent's own differs, so that the
 //     mounts of an agent's pod are not held by its sandboxes;
-//   - in the sandbox's control group from its first instruction on;
+//   - in the sandbox's v2 control group from its first instruction on (package cgroup says how v1 is joined);
 //   - in a session of its own, without a parent-death signal;
 //   - with exactly the descriptors it is given, each an open file description that Go never touched
 //     (os.File and exec.Cmd switch descriptions to blocking, which hangs a later checkpoint);
 //   - with an environment that holds no more than a PATH.
 //
 // There is no helper process. The command is forked from an OS thread that entered the namespace and
-// the v1 groups and that ends with the launch; a v2 group is entered by the fork itself.
+// that ends with the launch; the group is entered by the fork itself.
 //
 // # Whose child a sandbox is
 //
@@ -37,8 +37,6 @@ import (
 
 // Group is a control group to start in; package cgroup has it.
 type Group interface {
-	// JoinThread moves the calling thread into the group's v1 hierarchies.
-	JoinThread() error
 	// OpenV2 opens the group's v2 folder, -1 for none. The caller closes it.
 	OpenV2() (int, error)
 }
@@ -118,8 +116,7 @@ func (l *Launcher) Start(cmd Command) (*Process, error) {
 	}
 	done := make(chan result, 1)
 	go func() {
-		// Never unlocked: the thread ends with this goroutine, and with it its namespace and its
-		// place in the groups.
+		// Never unlocked: the thread ends with this goroutine, and with it its namespace.
 		runtime.LockOSThread()
 		p, err := l.startOnThread(cmd)
 		done <- result{p, err}
@@ -152,9 +149,6 @@ func (l *Launcher) startOnThread(cmd Command) (*Process, error) {
 		attr.Files[i] = uintptr(fd)
 	}
 	if cmd.Group != nil {
-		if err := cmd.Group.JoinThread(); err != nil {
-			return nil, err
-		}
 		fd, err := cmd.Group.OpenV2()
 		if err != nil {
 			return nil, err
