@@ -99,6 +99,15 @@ func main() {
 		if err != nil {
 			fmt.Println(err)
 		}
+	case "pids": // how many there are
+		entries, _ := os.ReadDir("/proc")
+		n := 0
+		for _, e := range entries {
+			if _, err := strconv.Atoi(e.Name()); err == nil {
+				n++
+			}
+		}
+		fmt.Println(n)
 	case "hostname":
 		name, _ := os.Hostname()
 		fmt.Println(name)
