@@ -31,6 +31,14 @@ type Capture struct {
 	Began       time.Time `json:"began"`
 }
 
+// Defaults are what a process of the sandbox gets where its caller says nothing: the image's
+// environment with the spec's in it, user and folder. No secret environment.
+type Defaults struct {
+	Env  []string `json:"env,omitempty"`
+	User string   `json:"user,omitempty"`
+	Dir  string   `json:"dir,omitempty"`
+}
+
 // Sandbox is what the node knows of a sandbox.
 type Sandbox struct {
 	UID        string       `json:"uid"`
@@ -54,11 +62,11 @@ type Sandbox struct {
 	Flags        []string `json:"flags,omitempty"`
 	RestoredFrom string   `json:"restored_from,omitempty"`
 	Hostname     string   `json:"hostname,omitempty"`
-	Netns        string   `json:"netns,omitempty"`
 	// Handle is the driver's, opaque.
 	Handle []byte `json:"handle,omitempty"`
 	// GuestGeneration is the channel generation of its guest init.
-	GuestGeneration uint64 `json:"guest_generation,omitempty"`
+	GuestGeneration uint64   `json:"guest_generation,omitempty"`
+	Defaults        Defaults `json:"defaults"`
 	// HasMain: a command of its own was started; its end is the sandbox's end.
 	HasMain bool `json:"has_main,omitempty"`
 

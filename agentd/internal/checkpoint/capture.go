@@ -1,0 +1,148 @@
+package checkpoint
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// Machine is the part of a driver that freezes and saves one sandbox.
+type Machine interface {
+	Pause(ctx context.Context, id string) error
+	Save(ctx context.Context, id string, opts runtime.SaveOptions) error
+	Resume(ctx context.Context, id string) error
+}
+
+// Channel is the part of a guest channel that a freeze needs.
+type Channel interface {
+	Quiesce(ctx context.Context) error
+	Drain(ctx context.Context) error
+	Resume(ctx context.Context) error
+}
+
+// Subject is the sandbox that is frozen.
+type Subject struct {
+	ID      string
+	Machine Machine
+	Channel Channel
+}
+
+// NotResumedError says that the sandbox could not be made to run again: it cannot be relied on.
+type NotResumedError struct{ Err error }
+
+func (e *NotResumedError) Error() string { return "the sandbox could not be resumed: " + e.Err.Error() }
+func (e *NotResumedError) Unwrap() error { return e.Err }
+
+// Frozen is when a sandbox stood still, and for how long.
+type Frozen struct {
+	At  time.Time
+	For time.Duration
+}
+
+// Bounds of what happens although the caller's context may have ended.
+const (
+	resumeTimeout  = 60 * time.Second
+	quiesceTimeout = 10 * time.Second
+)
+
+// Freeze quiesces the channel, pauses the sandbox, drains what is on its way, runs fn, and makes the
+// sandbox run and the channel speak again, whatever failed before. The error is fn's or that of a step;
+// a *NotResumedError is in it when the sandbox does not run.
+func Freeze(ctx context.Context, s Subject, fn func(ctx context.Context) error) (Frozen, error) {
+	var frozen Frozen
+	quiesce, cancel := context.WithTimeout(ctx, quiesceTimeout)
+	err := s.Channel.Quiesce(quiesce)
+	cancel()
+	if err == nil {
+		frozen.At = time.Now()
+		err = whilePaused(ctx, s, fn)
+		frozen.For = time.Since(frozen.At)
+	}
+	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), resumeTimeout)
+	defer cancel()
+	var lost *NotResumedError
+	if errors.As(err, &lost) {
+		return frozen, err
+	}
+	if resumeErr := s.Channel.Resume(after); resumeErr != nil && err == nil {
+		// The sandbox runs; a channel that does not answer is opened anew by who owns it.
+		err = resumeErr
+	}
+	return frozen, err
+}
+
+func whilePaused(ctx context.Context, s Subject, fn func(ctx context.Context) error) error {
+	err := s.Machine.Pause(ctx, s.ID)
+	if err == nil {
+		err = s.Channel.Drain(ctx)
+	}
+	if err == nil {
+		err = fn(ctx)
+	}
+	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), resumeTimeout)
+	defer cancel()
+	if resumeErr := s.Machine.Resume(after, s.ID); resumeErr != nil {
+		return errors.Join(err, &NotResumedError{resumeErr})
+	}
+	return err
+}
+
+// Capturer captures, few sandboxes at a time.
+type Capturer struct {
+	store  *Store
+	slots  chan struct{}
+	direct bool
+	// slack is added to every estimate: what the runtime's own state takes.
+	slack int64
+}
+
+// NewCapturer makes one that captures width sandboxes at a time and writes past the page cache if direct.
+func NewCapturer(store *Store, width int, direct bool) *Capturer {
+	return &Capturer{store: store, slots: make(chan struct{}, max(width, 1)), direct: direct, slack: 16 << 20}
+}
+
+// Capture makes the artefact that the manifest describes; it fills in the files, the sizes and the
+// freeze. estimate is how many bytes the memory may take. DISK_FULL before anything is touched when
+// there is no room. After an error the sandbox runs (but for a *NotResumedError) and nothing of the
+// artefact is left.
+func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate int64) (err error) {
+	release, err := c.store.reserve(estimate + c.slack)
+	if err != nil {
+		return err
+	}
+	defer release()
+	select {
+	case c.slots <- struct{}{}:
+		defer func() { <-c.slots }()
+	case <-ctx.Done():
+		return errs.From(context.Cause(ctx)).WithOutcome(errs.NotStarted, errs.SameOperation)
+	}
+	dir, err := c.store.stage(m.UID)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			// Delete, because the rename may have happened although its sync failed.
+			err = errors.Join(err, c.store.Delete(m.UID))
+		}
+	}()
+	frozen, err := Freeze(ctx, s, func(ctx context.Context) error {
+		return s.Machine.Save(ctx, s.ID, runtime.SaveOptions{Dir: dir, Direct: c.direct})
+	})
+	if err != nil {
+		return err
+	}
+	m.Version, m.FrozenAt, m.Freeze = ManifestVersion, frozen.At.UTC(), frozen.For
+	if m.Files, err = c.store.inspect(m.UID, dir); err != nil {
+		return err
+	}
+	m.SizeBytes = 0
+	for _, f := range m.Files {
+		m.SizeBytes += f.SizeBytes
+	}
+	return c.store.publish(m)
+}

@@ -1,0 +1,212 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/snapshot"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+)
+
+// CaptureRequest asks for a snapshot of a sandbox.
+type CaptureRequest struct {
+	UID, SnapshotUID, Tenant, CommandID string
+}
+
+// Checkpoint captures a running sandbox and returns when the artefact is synced and in place. After any
+// error the sandbox runs on and nothing of the artefact is left. The same command id again gives
+// the same snapshot.
+func (n *Node) Checkpoint(ctx context.Context, req CaptureRequest) (nodestate.Snapshot, error) {
+	var snap nodestate.Snapshot
+	if err := uid.Check(req.SnapshotUID); err != nil {
+		return snap, errs.New(errs.InvalidField, "snapshot_uid: %v", err).With("field", "snapshot_uid")
+	}
+	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
+		has, err := n.Store.Snapshot(req.SnapshotUID)
+		switch {
+		case err == nil && has.CommandID == req.CommandID && has.State == nodestate.SnapshotReady:
+			snap = has
+			return nil
+		case err == nil:
+			return errs.New(errs.NameTaken, "the snapshot %s exists already", req.SnapshotUID).With("uid", req.SnapshotUID)
+		case !errs.Has(err, errs.ObjectNotFound):
+			return err
+		}
+		if err := o.mustRun(); err != nil {
+			return err
+		}
+		snap = nodestate.Snapshot{UID: req.SnapshotUID, Tenant: req.Tenant, SourceSandboxUID: req.UID, State: nodestate.SnapshotSaving,
+			Created: n.Now().UTC(), CommandID: req.CommandID}
+		return o.capture(ctx, &snap)
+	})
+	return snap, err
+}
+
+func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err error) {
+	if err := o.n.Store.PutSnapshot(*snap); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil && !crashed(err) {
+			after, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+			defer cancel()
+			err = errors.Join(err, o.n.dropSnapshot(after, *snap, o.rec.ErofsDigest))
+		}
+	}()
+	if err := o.n.Images.Hold(ctx, o.rec.ErofsDigest, snap.UID); err != nil {
+		return err
+	}
+	m, err := o.manifest(ctx, snap)
+	if err != nil {
+		return err
+	}
+	stats, err := o.n.Driver.Stats(ctx, o.uid)
+	if err != nil {
+		return err
+	}
+	err = o.frozen(ctx, snap.UID, func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
+		err := o.n.Capturer.Capture(ctx, s, m, int64(stats.MemoryBytes))
+		return checkpoint.Frozen{At: m.FrozenAt, For: m.Freeze}, err
+	})
+	if err != nil {
+		return err
+	}
+	if err := o.n.fault("checkpoint.record.before"); err != nil {
+		return err
+	}
+	snap.State, snap.Status = nodestate.SnapshotReady, m.Status()
+	if err := o.n.Store.PutSnapshot(*snap); err != nil {
+		return err
+	}
+	return o.n.fault("checkpoint.record.after")
+}
+
+// manifest says all about the capture that is known before it.
+func (o *owner) manifest(ctx context.Context, snap *nodestate.Snapshot) (*checkpoint.Manifest, error) {
+	spec, err := o.readSpec()
+	if err != nil {
+		return nil, err
+	}
+	bundle, err := o.n.Bundles.ByDigest(o.rec.Bundle)
+	if err != nil {
+		return nil, err
+	}
+	g := o.openGuest()
+	if g == nil {
+		return nil, errs.New(errs.GuestSilent, "guest init of sandbox %s does not answer; ask again later", o.uid).With("uid", o.uid)
+	}
+	look, cancel := context.WithTimeout(ctx, recordTimeout)
+	defer cancel()
+	processes, err := g.ProcessTable(look)
+	if err != nil {
+		return nil, err
+	}
+	m := &checkpoint.Manifest{
+		UID: snap.UID, Tenant: snap.Tenant, SourceSandboxUID: o.uid, SourceName: o.rec.Name, Generation: o.rec.Generation,
+		Runtime:      checkpoint.RuntimeIdentity{Driver: o.n.Driver.Name(), Bundle: bundle.Digest, Version: bundle.Version, Flags: o.rec.Flags},
+		Image:        checkpoint.ImageIdentity{Reference: o.rec.Spec.Image, Digest: o.rec.ImageDigest, ErofsDigest: o.rec.ErofsDigest, Path: o.rec.ImagePath},
+		Spec:         spec,
+		Sandbox:      o.rec.Spec,
+		Architecture: o.n.Host.Architecture, CPUFeatures: o.n.Host.CPUFeatures,
+		GuestGeneration: o.rec.GuestGeneration, HasMain: o.rec.HasMain, Defaults: checkpoint.ProcessDefaults(o.rec.Defaults),
+		Processes: processes,
+	}
+	for _, v := range o.rec.Spec.Volumes {
+		m.Volumes = append(m.Volumes, snapshot.VolumeReference{VolumeUID: v.VolumeUID, Path: v.Path, ReadOnly: v.ReadOnly})
+	}
+	return m, nil
+}
+
+// frozen records that the sandbox is about to be frozen, freezes it by fn, and takes the record back. A
+// sandbox that could not be resumed is ended: it is not to be relied on.
+func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.Context, checkpoint.Subject) (checkpoint.Frozen, error)) error {
+	g := o.openGuest()
+	if g == nil {
+		return errs.New(errs.GuestSilent, "guest init of sandbox %s does not answer; ask again later", o.uid).With("uid", o.uid)
+	}
+	rec := o.rec
+	rec.Capture = &nodestate.Capture{SnapshotUID: snapshotUID, Began: o.n.Now().UTC()}
+	if err := o.put(rec); err != nil {
+		return err
+	}
+	machine := faultyMachine{o.n}
+	frozen, err := fn(ctx, checkpoint.Subject{ID: o.uid, Machine: machine, Channel: g})
+	if crashed(err) {
+		return err
+	}
+	var lost *checkpoint.NotResumedError
+	if errors.As(err, &lost) {
+		o.kill()
+		return errors.Join(err, o.failed(sandbox.ReasonKilled, "the sandbox could not be resumed after a checkpoint and was ended"))
+	}
+	rec = o.rec
+	rec.Capture = nil
+	if frozen.For > 0 {
+		rec.LastFreeze = frozen.For
+	}
+	return errors.Join(err, o.put(rec))
+}
+
+// useSnapshot keeps an artefact from being deleted while it is read.
+func (n *Node) useSnapshot(uid string) (release func()) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.inUse == nil {
+		n.inUse = make(map[string]int)
+	}
+	n.inUse[uid]++
+	return sync.OnceFunc(func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if n.inUse[uid]--; n.inUse[uid] == 0 {
+			delete(n.inUse, uid)
+		}
+	})
+}
+
+// DeleteSnapshot removes an artefact and returns once its absence was observed. Deleting what is not there
+// succeeds. STILL_REFERENCED while a restore reads it, WRONG_PHASE while it is being made.
+func (n *Node) DeleteSnapshot(ctx context.Context, id string) error {
+	n.mu.Lock()
+	busy := n.inUse[id] > 0
+	n.mu.Unlock()
+	if busy {
+		return errs.New(errs.StillReferenced, "the snapshot %s is being restored; delete it afterwards", id).With("uid", id).With("count", "1")
+	}
+	rec, err := n.Store.Snapshot(id)
+	switch {
+	case errs.Has(err, errs.ObjectNotFound):
+		return n.Snapshots.Delete(id)
+	case err != nil:
+		return err
+	case rec.State == nodestate.SnapshotSaving:
+		return errs.New(errs.WrongPhase, "the snapshot %s is being made; delete it afterwards", id).With("uid", id).With("phase", string(snapshot.Preparing))
+	}
+	return n.dropSnapshot(ctx, rec, rec.Status.ErofsDigest)
+}
+
+// dropSnapshot is the teardown of a snapshot, from any state: intent, artefact, image, record.
+func (n *Node) dropSnapshot(ctx context.Context, rec nodestate.Snapshot, erofsDigest string) error {
+	rec.State = nodestate.SnapshotDeleting
+	if err := n.Store.PutSnapshot(rec); err != nil {
+		return err
+	}
+	if err := n.fault("snapshot.intent.after"); err != nil {
+		return err
+	}
+	if err := n.Snapshots.Delete(rec.UID); err != nil {
+		return err
+	}
+	if err := n.fault("snapshot.artefact.after"); err != nil {
+		return err
+	}
+	if err := n.Images.Release(ctx, erofsDigest, rec.UID); err != nil {
+		return err
+	}
+	return n.Store.RemoveSnapshot(rec.UID)
+}

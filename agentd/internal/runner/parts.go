@@ -1,0 +1,173 @@
+package runner
+
+import (
+	"context"
+	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+)
+
+// Image is a read-only layer that is present on the node.
+type Image struct {
+	Reference   string
+	Digest      string // of the manifest or index
+	ErofsDigest string
+	Path        string // canonical: the same on every node
+	Config      ImageConfig
+}
+
+// ImageConfig is what the image says about running it.
+type ImageConfig struct {
+	Entrypoint []string
+	Cmd        []string
+	Env        []string
+	User       string
+	WorkingDir string
+}
+
+// Images are the read-only layers. Holding is durable, by holder, and idempotent.
+type Images interface {
+	// Ensure makes the image present and held by the holder. Nothing is held after an error.
+	Ensure(ctx context.Context, reference, holder string) (Image, error)
+	// EnsureExact is Ensure for the image with exactly these digests.
+	EnsureExact(ctx context.Context, want Image, holder string) (Image, error)
+	// Hold holds a present image by the digest of its file.
+	Hold(ctx context.Context, erofsDigest, holder string) error
+	// Release ends a hold. An empty digest lets go of whatever the holder holds.
+	Release(ctx context.Context, erofsDigest, holder string) error
+}
+
+// Volumes are the folders that outlive sandboxes. Attaching is durable, by holder, and idempotent.
+type Volumes interface {
+	// Attach gives the volume's folder to the holder. ALREADY_ATTACHED names another holder.
+	Attach(ctx context.Context, volumeUID, holder string, readOnly bool) (dir string, err error)
+	// DetachAll takes back everything the holder has.
+	DetachAll(ctx context.Context, holder string) error
+}
+
+// Lease is a network namespace that is kept until the sandbox has entered it.
+type Lease interface {
+	Path() string
+	Release() error
+}
+
+// Networks hands out network namespaces; nothing of them is durable.
+type Networks interface {
+	Acquire(ctx context.Context, uid, mode string) (Lease, error)
+}
+
+// Bundle is a runtime bundle on this node.
+type Bundle struct {
+	runtime.Bundle
+	// Version is the runtime's own, Init the file system of guest init.
+	Version string
+	Init    string
+}
+
+// Bundles are the runtime bundles that live side by side.
+type Bundles interface {
+	// Current is for new sandboxes.
+	Current() Bundle
+	// ByDigest is for sandboxes and snapshots that were made by it; INCOMPATIBLE_RUNTIME with both
+	// versions when the node does not have it.
+	ByDigest(digest string) (Bundle, error)
+}
+
+// Groups knows the control groups; the driver makes and removes them.
+type Groups interface {
+	Path(uid string) string
+	Exists(uid string) bool
+}
+
+// SpecInput is what the OCI spec is made from.
+type SpecInput struct {
+	Hostname string
+	Image    string
+	Init     string
+	NetNS    string
+	Volumes  []Bind
+
+	MemoryBytes, LayerBytes, CPUMillis, CPURequestMillis int64
+}
+
+// Bind is a folder of the host at a path inside.
+type Bind struct {
+	Source, Path string
+	ReadOnly     bool
+}
+
+// Specs makes OCI specs. Pure.
+type Specs interface {
+	New(in SpecInput) (*specs.Spec, error)
+	// ForRestore changes of a saved spec what a new identity needs, and nothing else.
+	ForRestore(saved *specs.Spec, in SpecInput) (*specs.Spec, error)
+}
+
+// Identity is what guest init is told about the sandbox it is in.
+type Identity struct {
+	Hostname string
+	// SecretEnv goes to the main command. Nil leaves what guest init has.
+	SecretEnv map[string]string
+}
+
+// Main is the sandbox's own command.
+type Main struct {
+	Argv []string
+	Env  []string
+	User string
+	Dir  string
+}
+
+// MainExit is how the main command ended.
+type MainExit struct {
+	Code     int32
+	Signal   int32
+	TimedOut bool
+	At       time.Time
+}
+
+// Final is what is kept of a main command that ended, with the last of its output, after its sandbox
+// is gone. It is written into the sandbox's folder.
+type Final struct {
+	Argv      []string  `json:"argv"`
+	Pid       int32     `json:"pid"`
+	StartTime time.Time `json:"start_time"`
+	Exit      MainExit  `json:"exit"`
+	Stdout    Tail      `json:"stdout"`
+	Stderr    Tail      `json:"stderr"`
+}
+
+// Tail is the end of an output. Offset is of its first byte.
+type Tail struct {
+	Offset uint64 `json:"offset"`
+	Data   []byte `json:"data"`
+}
+
+// Guest is the channel to one guest init. Its methods return when ctx ends.
+type Guest interface {
+	Configure(ctx context.Context, id Identity) error
+	// StartMain starts the main command; the same again gives the same process.
+	StartMain(ctx context.Context, m Main) error
+	// WaitMain returns when the main command has ended; PROCESS_NOT_FOUND when there is none.
+	WaitMain(ctx context.Context) (MainExit, error)
+	// FinalOf reads what is to be kept of an ended main command.
+	FinalOf(ctx context.Context) (Final, error)
+	// ProcessTable lists what runs, for a snapshot's manifest.
+	ProcessTable(ctx context.Context) ([]checkpoint.ProcessEntry, error)
+	// Quiesce: neither side sends until Resume. Drain takes what is still in the out-FIFO of a paused
+	// sandbox, to the last byte. Resume ends Quiesce; safe without one.
+	Quiesce(ctx context.Context) error
+	Drain(ctx context.Context) error
+	Resume(ctx context.Context) error
+	// Close lets go; the guest goes on.
+	Close() error
+}
+
+// Guests opens channels.
+type Guests interface {
+	// Open says hello and returns once guest init answered. GUEST_SILENT when it does not in time.
+	Open(ctx context.Context, uid string, generation uint64, stdio runtime.Stdio) (Guest, error)
+}

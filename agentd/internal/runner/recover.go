@@ -1,0 +1,115 @@
+package runner
+
+import (
+	"context"
+	"errors"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+)
+
+// This file is what reconcile asks of the runner when agentd starts. Each is idempotent.
+
+// Reattach takes a sandbox that is kept into this process's hands: its end is watched, a capture that
+// a crash interrupted ends in resume, and its channel is opened. A channel that does not open is
+// tried again later; the sandbox counts as running meanwhile. One that is not there is Lost or OOMKilled.
+func (n *Node) Reattach(ctx context.Context, uid string) error {
+	return n.do(ctx, uid, true, func(ctx context.Context, o *owner) error {
+		if !o.exists || o.rec.Intent != nodestate.IntentKeep {
+			return nil
+		}
+		st, err := n.Driver.Recover(ctx, o.rec.Handle)
+		switch {
+		case errs.Has(err, errs.ObjectNotFound):
+			return o.lost(ctx)
+		case err != nil:
+			return err
+		case st.Phase == runtime.Stopped:
+			return o.lost(ctx)
+		case o.rec.Phase != sandbox.Running:
+			// Its end is recorded; the kill was not reached.
+			o.kill()
+			return nil
+		}
+		if o.rec.Capture != nil || st.Phase == runtime.Paused {
+			if err := n.Driver.Resume(ctx, o.uid); err != nil {
+				o.kill()
+				return errors.Join(err, o.failed(sandbox.ReasonKilled, "the sandbox could not be resumed after an interrupted checkpoint and was ended"))
+			}
+		}
+		if o.rec.Capture != nil {
+			rec := o.rec
+			rec.Capture = nil
+			if err := o.put(rec); err != nil {
+				return err
+			}
+		}
+		if err := o.reopen(ctx); err != nil {
+			o.log.Warn("guest init does not answer after a restart of agentd; trying again later", "error", err)
+			o.again(o.reopen)
+		}
+		return nil
+	})
+}
+
+// reopen opens the channel and watches.
+func (o *owner) reopen(ctx context.Context) error {
+	if !o.exists || o.rec.Phase != sandbox.Running {
+		return nil
+	}
+	err := o.openChannel(ctx)
+	o.watch()
+	return err
+}
+
+// lost records that a kept sandbox is not there any more.
+func (o *owner) lost(ctx context.Context) error {
+	if o.rec.Phase != sandbox.Running {
+		return nil
+	}
+	reason, message := sandbox.ReasonLost, "the sandbox was gone when agentd came back"
+	look, cancel := context.WithTimeout(ctx, recordTimeout)
+	defer cancel()
+	if exit, err := o.n.Driver.Wait(look, o.uid); err == nil && (exit.Known || exit.OOM) {
+		reason, message = endReason(exit)
+	}
+	return o.failed(reason, message)
+}
+
+// Remove finishes a deletion, or undoes a start or restore that a crash interrupted.
+func (n *Node) Remove(ctx context.Context, uid string) error {
+	return n.do(ctx, uid, false, func(ctx context.Context, o *owner) error {
+		if !o.exists || o.rec.Intent == nodestate.IntentKeep {
+			return nil
+		}
+		return o.remove(ctx)
+	})
+}
+
+// FinishSnapshot brings a snapshot's record and artefact together: one that was being saved is Ready
+// if its artefact is whole and in place, and is removed otherwise; one that was being deleted is removed.
+func (n *Node) FinishSnapshot(ctx context.Context, uid string) error {
+	rec, err := n.Store.Snapshot(uid)
+	if errs.Has(err, errs.ObjectNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	switch rec.State {
+	case nodestate.SnapshotReady:
+		return nil
+	case nodestate.SnapshotSaving:
+		m, err := n.Snapshots.Load(uid)
+		if err == nil {
+			rec.State, rec.Status = nodestate.SnapshotReady, m.Status()
+			return n.Store.PutSnapshot(rec)
+		}
+		if !errs.Has(err, errs.ObjectNotFound) && !errs.Has(err, errs.ArtefactDamaged) {
+			return err
+		}
+	}
+	return n.dropSnapshot(ctx, rec, rec.Status.ErofsDigest)
+}

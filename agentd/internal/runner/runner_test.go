@@ -1,0 +1,452 @@
+package runner
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime/fake"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/snapshot"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+)
+
+func TestStartAndDelete(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	rec, err := a.Start(ctx(t), req)
+	must(t, err)
+	if rec.Phase != sandbox.Running || rec.Intent != nodestate.IntentKeep || len(rec.Handle) == 0 || rec.Hostname != "box-1" || !rec.HasMain {
+		t.Fatalf("%s", text(rec))
+	}
+	in := a.w.guests[req.UID]
+	if len(in.mains) != 1 || !slices.Equal(in.mains[0].Argv, []string{"/entry", "arg"}) || in.mains[0].User != "bob" || in.mains[0].Dir != "/w" ||
+		!slices.Equal(in.mains[0].Env, []string{"A=1", "B=3", "C=4", "PATH=" + defaultPath}) {
+		t.Fatalf("main %+v", in.mains)
+	}
+	if in.identity.SecretEnv["TOKEN"] != "hunter2-secret" || in.identity.Hostname != "box-1" {
+		t.Fatalf("identity %+v", in.identity)
+	}
+	if info, err := os.Stat(a.Dir(req.UID)); err != nil || info.Mode().Perm() != 0o700 {
+		t.Fatalf("folder %v %v", info, err)
+	}
+	if a.w.leases != 0 {
+		t.Fatal("the namespace is still pinned")
+	}
+	// The same command again is the same sandbox; another is refused.
+	again, err := a.Start(ctx(t), req)
+	must(t, err)
+	if again.Observation != rec.Observation || len(in.mains) != 1 {
+		t.Fatalf("started twice: %s", text(again))
+	}
+	_, err = a.Start(ctx(t), startRequest(func(r *StartRequest) { r.UID, r.CommandID = req.UID, "start-2" }))
+	wantReason(t, err, errs.WrongPhase)
+	_, err = a.Start(ctx(t), startRequest(func(r *StartRequest) { r.Spec.Volumes = req.Spec.Volumes }))
+	wantReason(t, err, errs.AlreadyAttached)
+
+	must(t, a.Delete(ctx(t), req.UID))
+	a.wantGone(req.UID)
+	must(t, a.Delete(ctx(t), req.UID))
+	must(t, a.Delete(ctx(t), uid.New()))
+}
+
+func TestSecretsAreNowhereOnDisk(t *testing.T) {
+	a := newWorld(t).boot()
+	_, err := a.Start(ctx(t), startRequest())
+	must(t, err)
+	must(t, filepath.WalkDir(a.w.root, func(path string, d os.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		data, err := os.ReadFile(path)
+		if bytes.Contains(data, []byte("hunter2-secret")) {
+			t.Errorf("the secret is in %s", path)
+		}
+		return err
+	}))
+}
+
+func TestAFailedStepLeavesNothing(t *testing.T) {
+	cause := errs.New(errs.DiskFull, "no room")
+	for _, what := range []string{"image", "network", "runtime", "guest", "main"} {
+		t.Run(what, func(t *testing.T) {
+			a := newWorld(t).boot()
+			a.w.setFail(what, cause)
+			if what == "runtime" {
+				a.w.host.SetHook(func(_ context.Context, op fake.Op, _ string) error {
+					if op == fake.OpStart {
+						return cause
+					}
+					return nil
+				})
+			}
+			req := startRequest()
+			_, err := a.Start(ctx(t), req)
+			wantReason(t, err, errs.DiskFull)
+			if step := errs.From(err).Details["step"]; step != what {
+				t.Fatalf("step %q in %v", step, err)
+			}
+			a.wantGone(req.UID)
+		})
+	}
+}
+
+func TestATeardownThatFailsIsTriedAgain(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	_, err := a.Start(ctx(t), req)
+	must(t, err)
+	a.w.host.SetHook(func(_ context.Context, op fake.Op, _ string) error {
+		if op == fake.OpDelete {
+			return errs.New(errs.InternalError, "stuck")
+		}
+		return nil
+	})
+	wantReason(t, a.Delete(ctx(t), req.UID), errs.InternalError)
+	rec, err := a.store.Sandbox(req.UID)
+	must(t, err)
+	if rec.Intent != nodestate.IntentDelete {
+		t.Fatalf("%s", text(rec))
+	}
+	// What a runtime may still use is not taken from it.
+	for _, kept := range []string{"image hold", "volume " + req.Spec.Volumes[0].VolumeUID, "folder"} {
+		if !slices.Contains(a.w.leftOf(req.UID), kept) {
+			t.Errorf("%s was taken from a sandbox that may run", kept)
+		}
+	}
+	a.w.host.SetHook(nil)
+	eventually(t, "the owner deletes it by itself", func() bool { return len(a.w.leftOf(req.UID)) == 0 })
+	eventually(t, "the record goes", func() bool { _, err := a.store.Sandbox(req.UID); return errs.Has(err, errs.ObjectNotFound) })
+}
+
+func TestTheEndOfTheCommandIsTheEndOfTheSandbox(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	_, err := a.Start(ctx(t), req)
+	must(t, err)
+	in := a.w.guests[req.UID]
+	in.end = MainExit{Code: 3}
+	close(in.exit)
+	eventually(t, "it is Stopped", func() bool { rec, err := a.store.Sandbox(req.UID); return err == nil && rec.Phase == sandbox.Stopped })
+	rec, err := a.store.Sandbox(req.UID)
+	must(t, err)
+	if *rec.ExitCode != 3 || rec.Reason != sandbox.ReasonError {
+		t.Fatalf("%s", text(rec))
+	}
+	eventually(t, "the runtime is ended", func() bool {
+		st, err := a.driver.State(ctx(t), req.UID)
+		return err == nil && st.Phase == runtime.Stopped
+	})
+	final, err := a.Final(req.UID)
+	must(t, err)
+	if string(final.Stdout.Data) != "bye" || final.Stdout.Offset != 3 {
+		t.Fatalf("%+v", final)
+	}
+	_, err = a.Guest(req.UID)
+	wantReason(t, err, errs.WrongPhase)
+	// It stays so over a restart, and its record is not changed by the runtime's end.
+	b := a.reboot()
+	if again, err := b.store.Sandbox(req.UID); err != nil || again.Observation != rec.Observation || again.Phase != sandbox.Stopped {
+		t.Fatalf("%s %v", text(again), err)
+	}
+	must(t, b.Delete(ctx(t), req.UID))
+	b.wantGone(req.UID)
+}
+
+func TestTheEndOfTheSentry(t *testing.T) {
+	for want, exit := range map[string]runtime.Exit{
+		sandbox.ReasonOOMKilled: {Known: true, Signal: syscall.SIGKILL, OOM: true},
+		sandbox.ReasonKilled:    {Known: true, Signal: syscall.SIGKILL},
+		sandbox.ReasonLost:      {},
+	} {
+		t.Run(want, func(t *testing.T) {
+			a := newWorld(t).boot()
+			req := startRequest()
+			_, err := a.Start(ctx(t), req)
+			must(t, err)
+			a.w.host.Exit(req.UID, exit)
+			eventually(t, "it is Failed", func() bool { rec, err := a.store.Sandbox(req.UID); return err == nil && rec.Phase == sandbox.Failed })
+			if rec, err := a.store.Sandbox(req.UID); err != nil || rec.Reason != want {
+				t.Fatalf("%s %v", text(rec), err)
+			}
+			must(t, a.Delete(ctx(t), req.UID))
+			a.wantGone(req.UID)
+		})
+	}
+}
+
+// checkpointed gives a world with a sandbox whose counter stands at 1, and a snapshot of it.
+func checkpointed(t *testing.T) (*agent, StartRequest, nodestate.Snapshot) {
+	t.Helper()
+	a := newWorld(t).boot()
+	req := startRequest()
+	_, err := a.Start(ctx(t), req)
+	must(t, err)
+	if _, ok := a.w.host.Count(req.UID); !ok {
+		t.Fatal("it does not count")
+	}
+	snap, err := a.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: "t", CommandID: "save-1"})
+	must(t, err)
+	return a, req, snap
+}
+
+func restoreRequest(snap nodestate.Snapshot, volume string) RestoreRequest {
+	return RestoreRequest{UID: uid.New(), Tenant: "t", Generation: 1, CommandID: "restore-1", SnapshotUID: snap.UID,
+		Volumes: []snapshot.VolumeReference{{VolumeUID: volume, Path: "/data"}}}
+}
+
+// TestI08 shows that a restore attaches: the memory is the source's, no command is started.
+func TestI08RestoreNeverStartsAnything(t *testing.T) {
+	a, req, snap := checkpointed(t)
+	was, _ := a.w.host.Count(req.UID) // the source goes on
+	must(t, a.Delete(ctx(t), req.UID))
+	if _, ok := a.w.holds[snap.UID]; !ok {
+		t.Fatal("the snapshot does not hold its image")
+	}
+	rr := restoreRequest(snap, req.Spec.Volumes[0].VolumeUID)
+	rec, err := a.Restore(ctx(t), rr)
+	must(t, err)
+	if rec.RestoredFrom != snap.UID || rec.GuestGeneration != 2 || rec.Hostname != rr.UID[len(rr.UID)-12:] || !rec.HasMain || rec.Flags[0] != "--flag" {
+		t.Fatalf("%s", text(rec))
+	}
+	g, ok := a.w.host.Count(rr.UID)
+	if !ok || g.Pid != was.Pid || g.Nonce != was.Nonce || g.Counter != was.Counter {
+		t.Fatalf("not the same process: %+v, was %+v", g, was)
+	}
+	in := a.w.guests[rr.UID]
+	if len(in.mains) != 0 || in.identity.SecretEnv != nil || in.generation != 2 {
+		t.Fatalf("a restore started something: %+v", in)
+	}
+	again, err := a.Restore(ctx(t), rr)
+	must(t, err)
+	if again.Observation != rec.Observation {
+		t.Fatal("restored twice")
+	}
+	must(t, a.Delete(ctx(t), rr.UID))
+	a.wantGone(rr.UID)
+	must(t, a.DeleteSnapshot(ctx(t), snap.UID))
+	must(t, a.DeleteSnapshot(ctx(t), snap.UID))
+	if _, ok := a.w.holds[snap.UID]; ok {
+		t.Fatal("the image is still held")
+	}
+	wantReason(t, second(a.Restore(ctx(t), restoreRequest(snap, "v"))), errs.ObjectNotFound)
+}
+
+func second[T any](_ T, err error) error { return err }
+
+func TestRestoreIsRefusedBeforeAnythingIsTouched(t *testing.T) {
+	a, req, snap := checkpointed(t)
+	volume := req.Spec.Volumes[0].VolumeUID
+	for name, c := range map[string]struct {
+		host   func(*Node)
+		change func(*RestoreRequest)
+		want   errs.Reason
+	}{
+		"cpu":          {host: func(n *Node) { n.Host.CPUFeatures = []string{"a"} }, want: errs.IncompatibleNode},
+		"architecture": {host: func(n *Node) { n.Host.Architecture = "arm64" }, want: errs.IncompatibleNode},
+		"driver":       {host: func(n *Node) { n.Host.Driver = "runsc" }, want: errs.IncompatibleRuntime},
+		"B07 one less": {change: func(r *RestoreRequest) { r.Volumes = nil }, want: errs.InvalidField},
+		"B07 one more": {change: func(r *RestoreRequest) {
+			r.Volumes = append(r.Volumes, snapshot.VolumeReference{VolumeUID: "v", Path: "/more"})
+		}, want: errs.InvalidField},
+		"other access": {change: func(r *RestoreRequest) { r.Volumes[0].ReadOnly = true }, want: errs.InvalidField},
+		"other tenant": {change: func(r *RestoreRequest) { r.Tenant = "other" }, want: errs.ObjectNotFound},
+		"held volume":  {want: errs.AlreadyAttached},
+	} {
+		t.Run(name, func(t *testing.T) {
+			host := a.Host
+			defer func() { a.Host = host }()
+			if c.host != nil {
+				c.host(a.Node)
+			}
+			rr := restoreRequest(snap, volume)
+			if c.change != nil {
+				c.change(&rr)
+			}
+			wantReason(t, second(a.Restore(ctx(t), rr)), c.want)
+			a.wantGone(rr.UID)
+		})
+	}
+	must(t, os.Truncate(filepath.Join(a.Snapshots.Path(snap.UID), "checkpoint.json"), 1))
+	wantReason(t, second(a.Restore(ctx(t), restoreRequest(snap, volume))), errs.ArtefactDamaged)
+}
+
+func TestAFailedCheckpointNeverCostsTheSandbox(t *testing.T) {
+	full := errs.New(errs.DiskFull, "no room")
+	for _, what := range []string{"quiesce", "drain", "pause", "save", "cancel"} {
+		t.Run(what, func(t *testing.T) {
+			a := newWorld(t).boot()
+			req := startRequest()
+			_, err := a.Start(ctx(t), req)
+			must(t, err)
+			a.w.setFail(what, full)
+			call, cancel := context.WithCancelCause(ctx(t))
+			defer cancel(nil)
+			a.w.host.SetHook(func(_ context.Context, op fake.Op, _ string) error {
+				switch {
+				case string(op) == what:
+					return full
+				case what == "cancel" && op == fake.OpSave:
+					a.interrupt(req.UID, full)
+					return context.Canceled
+				}
+				return nil
+			})
+			snap := uid.New()
+			_, err = a.Checkpoint(call, CaptureRequest{UID: req.UID, SnapshotUID: snap, Tenant: "t", CommandID: "c"})
+			if err == nil {
+				t.Fatal("it succeeded")
+			}
+			a.w.host.SetHook(nil)
+			if _, ok := a.w.host.Count(req.UID); !ok {
+				t.Fatal("the sandbox does not run")
+			}
+			if a.w.guests[req.UID].quiet {
+				t.Fatal("the channel is still quiet")
+			}
+			rec, err := a.store.Sandbox(req.UID)
+			must(t, err)
+			if rec.Capture != nil || rec.Phase != sandbox.Running {
+				t.Fatalf("%s", text(rec))
+			}
+			wantReason(t, second(a.store.Snapshot(snap)), errs.ObjectNotFound)
+			seen, err := a.Snapshots.Observe()
+			must(t, err)
+			if len(seen.Published)+len(seen.Staging)+len(seen.Trash) > 0 || a.w.holds[snap] != "" {
+				t.Fatalf("left: %+v %v", seen, a.w.holds)
+			}
+		})
+	}
+}
+
+func TestASandboxThatCannotBeResumedIsEnded(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	_, err := a.Start(ctx(t), req)
+	must(t, err)
+	a.w.host.SetHook(func(_ context.Context, op fake.Op, _ string) error {
+		if op == fake.OpResume {
+			return errors.New("broken")
+		}
+		return nil
+	})
+	if _, err = a.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: "t", CommandID: "c"}); err == nil {
+		t.Fatal("it succeeded")
+	}
+	if rec, err := a.store.Sandbox(req.UID); err != nil || rec.Phase != sandbox.Failed {
+		t.Fatalf("%s %v", text(rec), err)
+	}
+	a.w.host.SetHook(nil)
+	must(t, a.Delete(ctx(t), req.UID))
+	a.wantGone(req.UID)
+}
+
+func TestDeleteEndsWhatIsGoingOn(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	entered := make(chan struct{})
+	a.w.host.SetHook(func(ctx context.Context, op fake.Op, _ string) error {
+		if op == fake.OpStart {
+			close(entered)
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		return nil
+	})
+	started := make(chan error, 1)
+	go func() { started <- second(a.Start(ctx(t), req)) }()
+	<-entered
+	must(t, a.Delete(ctx(t), req.UID))
+	wantReason(t, <-started, errs.WrongPhase)
+	a.wantGone(req.UID)
+}
+
+func TestCloseEndsNoSandbox(t *testing.T) {
+	w := newWorld(t)
+	a := w.boot()
+	req := startRequest()
+	_, err := a.Start(ctx(t), req)
+	must(t, err)
+	a.end()
+	if _, ok := w.host.Count(req.UID); !ok {
+		t.Fatal("the sandbox ended with agentd")
+	}
+	wantReason(t, a.Delete(ctx(t), req.UID), errs.ShuttingDown)
+}
+
+func TestCommandsRunOnce(t *testing.T) {
+	a := newWorld(t).boot()
+	session := nodestate.Epochs{Session: 7}
+	c := NewCommands(a.store, func() fence.Epoch { return session.Session })
+	defer c.Close()
+	runs := 0
+	run := func(context.Context) ([]byte, error) { runs++; return []byte("done"), nil }
+	cmd := Command{Coordinator: 3, Session: 7, ID: "x", Kind: "k", Digest: "d"}
+	for range 2 {
+		got, err := c.Do(ctx(t), cmd, run)
+		if err != nil || string(got) != "done" || runs != 1 {
+			t.Fatalf("%q %v after %d runs", got, err, runs)
+		}
+	}
+	other := cmd
+	other.Digest = "e"
+	wantReason(t, second(c.Do(ctx(t), other, run)), errs.OperationBodyMismatch)
+	stale := Command{Coordinator: 2, Session: 7, ID: "y", Kind: "k"}
+	wantReason(t, second(c.Do(ctx(t), stale, run)), errs.Fenced)
+	wantReason(t, second(c.Do(ctx(t), Command{Coordinator: 9, Session: 6, ID: "y", Kind: "k"}, run)), errs.Fenced)
+	if e, err := a.store.Epochs(); err != nil || e.Coordinator != 9 {
+		t.Fatalf("the newer epoch was not persisted first: %v %v", e, err)
+	}
+	// A failure that is final is kept; one that may pass is not.
+	cmd.Coordinator = 9
+	for reason, kept := range map[errs.Reason]int{errs.ImageNotFound: 1, errs.DiskFull: 2} {
+		runs = 0
+		cmd.ID = string(reason)
+		for range 2 {
+			_, err := c.Do(ctx(t), cmd, func(context.Context) ([]byte, error) { runs++; return nil, errs.New(reason, "no") })
+			wantReason(t, err, reason)
+		}
+		if runs != kept {
+			t.Errorf("%s ran %d times, want %d", reason, runs, kept)
+		}
+	}
+	// A caller that goes away loses nothing.
+	cmd.ID = "gone"
+	call, cancel := context.WithCancel(ctx(t))
+	release := make(chan struct{})
+	first := make(chan error, 1)
+	go func() {
+		first <- second(c.Do(call, cmd, func(work context.Context) ([]byte, error) {
+			cancel()
+			<-release
+			return []byte("late"), work.Err()
+		}))
+	}()
+	wantReason(t, <-first, errs.CallCancelled)
+	close(release)
+	got, err := c.Do(ctx(t), cmd, run)
+	if err != nil || string(got) != "late" {
+		t.Fatalf("%q %v", got, err)
+	}
+}
+
+func TestStepsAreNamedOnce(t *testing.T) {
+	o := &owner{}
+	var names []string
+	for _, s := range o.steps(&build{}) {
+		if slices.Contains(names, s.name) || strings.Contains(s.name, ".") {
+			t.Fatalf("step %q", s.name)
+		}
+		names = append(names, s.name)
+	}
+}
