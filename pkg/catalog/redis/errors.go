@@ -69,6 +69,11 @@ func readError(err error) error {
 }
 
 func unavailable(err error) error {
+	for _, prefix := range []string{"NOAUTH", "WRONGPASS", "NOPERM"} {
+		if goredis.HasErrorPrefix(err, prefix) {
+			return errs.Wrap(err, errs.StoreUnavailable, "the catalog's store refuses the coordinator's user or password; set those that the server knows, with access to all commands and keys of the catalog")
+		}
+	}
 	return errs.Wrap(err, errs.StoreUnavailable, "the catalog's store cannot be reached or does not accept commands; check that it runs and has memory and disk left")
 }
 

@@ -1,7 +1,6 @@
 package redis_test
 
 import (
-	"context"
 	"fmt"
 	"sync/atomic"
 	"testing"
@@ -37,5 +36,3 @@ func TestConformance(t *testing.T) {
 		return open(t, redis.Options{Address: server.Socket, Catalog: fmt.Sprint("test-", n.Add(1)), Retention: r})
 	})
 }
-
-var _ = context.Background

@@ -90,6 +90,13 @@ var _ catalog.Store = (*Store)(nil)
 
 var catalogName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,64}$`)
 
+// The client would log what it also returns.
+func init() { goredis.SetLogger(silent{}) }
+
+type silent struct{}
+
+func (silent) Printf(context.Context, string, ...any) {}
+
 // Open connects and checks that the server is recent enough and durable. Close the Store.
 func Open(ctx context.Context, o Options) (*Store, error) {
 	if o.Catalog == "" {

@@ -94,7 +94,7 @@ func (s *Server) ping() error {
 	if err != nil {
 		return err
 	}
-	if !bytes.HasPrefix(answer[:n], []byte("+PONG")) {
+	if !bytes.HasPrefix(answer[:n], []byte("+PONG")) && !bytes.HasPrefix(answer[:n], []byte("-NOAUTH")) {
 		return fmt.Errorf("answer %q", answer[:n])
 	}
 	return nil

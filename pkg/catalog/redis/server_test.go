@@ -1,0 +1,297 @@
+package redis_test
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	goredis "github.com/redis/go-redis/v9"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/catalog/catalogtest"
+	"github.com/dormouse-run/dormouse/pkg/catalog/redis"
+	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// raw is a client of the test's own, to look behind the store's back.
+func raw(t testing.TB, server *redistest.Server) *goredis.Client {
+	t.Helper()
+	c := goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket, MaxRetries: -1})
+	t.Cleanup(func() { c.Close() })
+	return c
+}
+
+func TestServerThatForgetsIsRefused(t *testing.T) {
+	for setting, value := range map[string]string{"appendonly": "no", "appendfsync": "everysec", "maxmemory-policy": "allkeys-lru"} {
+		t.Run(setting, func(t *testing.T) {
+			server := redistest.Start(t, setting, value)
+			_, err := redis.Open(t.Context(), redis.Options{Address: server.Socket})
+			if !errs.Has(err, errs.StoreNotDurable) || !strings.Contains(err.Error(), setting) {
+				t.Errorf("got %v", err)
+			}
+		})
+	}
+}
+
+func TestServerThatComesBackForgetfulIsRefused(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	f.Must(catalogtest.Create(catalogtest.Sandbox("s")))
+	if err := raw(t, server).ConfigSet(t.Context(), "appendfsync", "everysec").Err(); err != nil {
+		t.Fatal(err)
+	}
+	// What is connected goes on; a new connection, as after any cut, looks again.
+	if err := raw(t, server).Do(t.Context(), "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes").Err(); err != nil {
+		t.Fatal(err)
+	}
+	catalogtest.Eventually(t, "a new connection is refused", func() bool {
+		_, err := f.Commit(t.Context(), []catalog.Commit{{Owner: f.Owner}})
+		return errs.Has(err, errs.StoreNotDurable) && errs.NotStartedFor(err)
+	})
+	if _, err := f.Get(t.Context(), catalogtest.Sandbox("s")); !errs.Has(err, errs.StoreNotDurable) {
+		t.Errorf("Get: %v", err)
+	}
+}
+
+func TestPasswordOverTCP(t *testing.T) {
+	const secret = "correct-horse"
+	server := redistest.Start(t, "requirepass", secret)
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			client, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			upstream, err := net.Dial("unix", server.Socket)
+			if err != nil {
+				client.Close()
+				return
+			}
+			for _, pair := range [][2]net.Conn{{client, upstream}, {upstream, client}} {
+				wg.Go(func() {
+					_, _ = io.Copy(pair[0], pair[1])
+					pair[0].Close()
+				})
+			}
+		}
+	})
+	defer wg.Wait()
+	defer listener.Close()
+	for password, want := range map[string]errs.Reason{secret: "", "wrong-horse": errs.StoreUnavailable, "": errs.StoreUnavailable} {
+		s, err := redis.Open(t.Context(), redis.Options{Address: listener.Addr().String(), Password: password})
+		if errs.ReasonOf(err) != want {
+			t.Errorf("password %q: %v", password, err)
+		}
+		if err != nil {
+			if strings.Contains(err.Error(), "horse") || !strings.Contains(err.Error(), "password") {
+				t.Errorf("the error's text: %v", err)
+			}
+			continue
+		}
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestUnreachableServer(t *testing.T) {
+	_, err := redis.Open(t.Context(), redis.Options{Address: t.TempDir() + "/none", DialTimeout: time.Second})
+	if !errs.Has(err, errs.StoreUnavailable) || !errs.NotStartedFor(err) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := redis.Open(t.Context(), redis.Options{Catalog: "a}b"}); !errs.Has(err, errs.InvalidField) {
+		t.Errorf("a bad name: %v", err)
+	}
+}
+
+func TestForgottenScriptsAreLoadedAgain(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	for i := range 3 {
+		if err := raw(t, server).ScriptFlush(t.Context()).Err(); err != nil {
+			t.Fatal(err)
+		}
+		f.Must(catalogtest.Create(catalogtest.Sandbox(fmt.Sprint("s", i))))
+	}
+}
+
+func TestCatalogsInOneServerAreApart(t *testing.T) {
+	server := redistest.Start(t)
+	a := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket, Catalog: "a"}))
+	b := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket, Catalog: "b"}))
+	a.Must(catalogtest.Create(catalogtest.Sandbox("s")))
+	b.Gone(catalogtest.Sandbox("s"))
+	first, err := a.Status(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := b.Status(t.Context())
+	if err != nil || first.Incarnation == second.Incarnation || first.RunID != second.RunID {
+		t.Errorf("%+v, %+v, %v", first, second, err)
+	}
+	server.Kill(t)
+	server.Restart(t)
+	again, err := open(t, redis.Options{Address: server.Socket, Catalog: "a"}).Status(t.Context())
+	if err != nil || again.Incarnation != first.Incarnation || again.RunID == first.RunID || again.Seq != 1 {
+		t.Errorf("after a restart: %+v, %v", again, err)
+	}
+}
+
+func TestServerWithoutMemoryRefusesWhole(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	f.Must(catalogtest.Create(catalogtest.Sandbox("a")))
+	set := func(limit string) {
+		t.Helper()
+		if err := raw(t, server).ConfigSet(t.Context(), "maxmemory", limit).Err(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set("1")
+	batch := []catalog.Commit{
+		{Owner: f.Owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox("b"))}},
+		{Owner: f.Owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox("c"))}},
+	}
+	if _, err := f.Commit(t.Context(), batch); !errs.Has(err, errs.StoreUnavailable) || !errs.NotStartedFor(err) {
+		t.Errorf("got %v", err)
+	}
+	if st, err := f.Status(t.Context()); err != nil || st.Seq != 1 {
+		t.Errorf("status %+v, %v", st, err)
+	}
+	set("0")
+	f.Gone(catalogtest.Sandbox("b"))
+	f.Must(catalogtest.Create(catalogtest.Sandbox("b")))
+}
+
+// TestAcknowledgedSurvivesSIGKILL kills the server under load. What was acknowledged is there; what was
+// lost on the way is there exactly when its receipt says so.
+func TestAcknowledgedSurvivesSIGKILL(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	f.Must(catalogtest.Create(catalogtest.Volume("v")))
+	const writers = 8
+	acked, unknown := make([][]string, writers), make([]string, writers)
+	enough := make(chan struct{}, 10000)
+	var wg sync.WaitGroup
+	for w := range writers {
+		wg.Go(func() {
+			for i := 0; ; i++ {
+				uid := fmt.Sprintf("p-%d-%d", w, i)
+				put := catalogtest.Create(catalogtest.Snapshot(uid), catalogtest.To(catalogtest.Volume("v"), catalog.Reference))
+				results, err := f.Commit(t.Context(), []catalog.Commit{{ID: uid, Tenant: "acme", Attempt: uid, Owner: f.Owner, Puts: []catalog.Put{put}}})
+				if err != nil {
+					if !errs.NotStartedFor(err) {
+						unknown[w] = uid
+					}
+					return
+				}
+				if results[0].Err != nil {
+					t.Error(results[0].Err)
+					return
+				}
+				acked[w] = append(acked[w], uid)
+				enough <- struct{}{}
+			}
+		})
+	}
+	for range 300 {
+		<-enough
+	}
+	server.Kill(t)
+	wg.Wait()
+	server.Restart(t)
+	total := 0
+	for w := range writers {
+		total += len(acked[w])
+		for _, uid := range acked[w] {
+			f.Read(catalogtest.Snapshot(uid))
+		}
+		uid := unknown[w]
+		if uid == "" {
+			continue
+		}
+		_, applied, err := f.Settle(t.Context(), "acme", uid, uid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if applied {
+			total++
+			f.Read(catalogtest.Snapshot(uid))
+		} else {
+			f.Gone(catalogtest.Snapshot(uid))
+		}
+	}
+	h, err := f.Referrers(t.Context(), catalogtest.Volume("v"), "", 0)
+	seq, err2 := f.Seq(t.Context())
+	if err != nil || err2 != nil || h.Count != total || seq != uint64(total)+1 {
+		t.Errorf("%d applied, %d references, sequence %d (%v, %v)", total, h.Count, seq, err, err2)
+	}
+}
+
+// TestC10_CostIsIndependentOfTombstones compares the commands that the server runs, not the time.
+func TestC10_CostIsIndependentOfTombstones(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	client := raw(t, server)
+	f.Must(catalogtest.Create(catalogtest.Volume("v")))
+	round := 0
+	cost := func() string {
+		t.Helper()
+		if err := client.ConfigResetStat(t.Context()).Err(); err != nil {
+			t.Fatal(err)
+		}
+		round++
+		key := catalogtest.Snapshot(fmt.Sprint("p", round))
+		f.Must(catalogtest.Create(key, catalogtest.To(catalogtest.Volume("v"), catalog.Reference)))
+		if _, err := f.List(t.Context(), catalog.Query{Kind: catalog.KindSnapshot, PageSize: 50}); err != nil {
+			t.Fatal(err)
+		}
+		if r := f.One(catalog.Commit{Deletes: []catalog.Delete{{Key: key, ExpectRevision: 1, Tombstone: true}}}); r.Err != nil {
+			t.Fatal(r.Err)
+		}
+		info, err := client.Info(t.Context(), "commandstats").Result()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var calls []string
+		for line := range strings.Lines(info) {
+			if name, rest, ok := strings.Cut(line, ":calls="); ok && name != "cmdstat_info" && !strings.Contains(name, "config") {
+				n, _, _ := strings.Cut(rest, ",")
+				calls = append(calls, name+"="+n)
+			}
+		}
+		return strings.Join(calls, " ")
+	}
+	cost() // connections and scripts
+	before := cost()
+	const batches, each = 40, 250
+	for b := range batches {
+		var create, remove catalog.Commit
+		create.Owner, remove.Owner = f.Owner, f.Owner
+		for i := range each {
+			key := catalogtest.Snapshot(fmt.Sprintf("old-%d-%d", b, i))
+			create.Puts = append(create.Puts, catalogtest.Create(key))
+			remove.Deletes = append(remove.Deletes, catalog.Delete{Key: key, ExpectRevision: 1, Tombstone: true})
+		}
+		results, err := f.Commit(t.Context(), []catalog.Commit{create, remove})
+		if err != nil || results[0].Err != nil || results[1].Err != nil {
+			t.Fatalf("%v, %v", results, err)
+		}
+	}
+	if st, err := f.Status(t.Context()); err != nil || st.Tombstones < batches*each {
+		t.Fatalf("%+v, %v", st, err)
+	}
+	if after := cost(); after != before {
+		t.Errorf("the cost changed with %d tombstones:\n%s\n%s", batches*each, before, after)
+	}
+}
