@@ -208,6 +208,9 @@ func (a *agent) dropStreams() {
 }
 
 func (a *agent) closeStream(stream uint32) {
+	if stream == 0 {
+		return
+	}
 	for i, o := range a.outputs {
 		if o.stream == stream {
 			a.outputs = append(a.outputs[:i], a.outputs[i+1:]...)
@@ -231,7 +234,11 @@ func (a *agent) closeStream(stream uint32) {
 	}
 }
 
-func (a *agent) takeStream() *failure {
+// takeStream counts one more open stream. Zero numbers none.
+func (a *agent) takeStream(stream uint32) *failure {
+	if stream == 0 {
+		return fail("INVALID_FIELD", "a stream needs a number above zero").with("field", "stream")
+	}
 	if a.streams >= maxStreams {
 		return fail("TOO_MANY", "too many waits and streams are open in this sandbox").with("limit", itoa(maxStreams))
 	}

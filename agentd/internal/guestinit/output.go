@@ -65,7 +65,7 @@ func (a *agent) openOutput(stream uint32, m *guestwire.OutputOpen) (guestwire.Me
 	if m.FromOffset > end {
 		return nil, fail("INVALID_FIELD", "the offset lies beyond what was written; this sandbox may have been restored from before it").with("field", "from_offset")
 	}
-	if err := a.takeStream(); err != nil {
+	if err := a.takeStream(stream); err != nil {
 		return nil, err
 	}
 	a.outputs = append(a.outputs, &output{

@@ -336,7 +336,7 @@ func (a *agent) wait(stream uint32, m *guestwire.Wait) (guestwire.Message, *fail
 	if p.exit != nil {
 		return &guestwire.Exited{Exit: p.exit}, nil
 	}
-	if err := a.takeStream(); err != nil {
+	if err := a.takeStream(stream); err != nil {
 		return nil, err
 	}
 	p.waits = append(p.waits, stream)

@@ -34,11 +34,8 @@ func (a *agent) openStdin(stream uint32, m *guestwire.StdinOpen) (guestwire.Mess
 	if err != nil {
 		return nil, err
 	}
-	if stream == 0 {
-		return nil, fail("INVALID_FIELD", "an input stream needs a number").with("field", "stream")
-	}
-	if p.stdin.stream == 0 {
-		if err := a.takeStream(); err != nil {
+	if p.stdin.stream == 0 || stream == 0 {
+		if err := a.takeStream(stream); err != nil {
 			return nil, err
 		}
 	}
