@@ -122,6 +122,15 @@ func mountErofs(t *testing.T, path string) string {
 func mountOverlay(t *testing.T, s *Store, img Image) string {
 	t.Helper()
 	ctx := namespaces.WithNamespace(context.Background(), s.cfg.Namespace)
+	ctx, release, err := s.client.WithLease(ctx) // else containerd's collector takes the view
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := release(ctx); err != nil {
+			t.Errorf("release: %v", err)
+		}
+	})
 	rec, err := s.client.ImageService().Get(ctx, s.remote.imageName(img.ManifestDigest))
 	if err != nil {
 		t.Fatal(err)
@@ -196,4 +205,16 @@ func TestCompareSeesADifference(t *testing.T) {
 	if cmp.Equal(look(t, a)["f"].Content, look(t, b)["f"].Content) {
 		t.Error("other content compares equal")
 	}
+}
+
+func mountTmpfs(t *testing.T, at, options string) {
+	t.Helper()
+	if err := unix.Mount("tmpfs", at, "tmpfs", 0, options); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(at, 0); err != nil {
+			t.Errorf("unmount: %v", err)
+		}
+	})
 }

@@ -9,6 +9,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
@@ -251,7 +252,7 @@ func pushOptions() []ggcr.Option {
 func testConfig(t testing.TB) Config {
 	t.Helper()
 	root := filepath.Join(t.TempDir(), "layers")
-	return Config{Root: root, Node: "node-a", ContainerdSocket: env.socket, Namespace: "t" + filepath.Base(filepath.Dir(filepath.Dir(root))),
+	return Config{Root: root, Node: "node-a", ContainerdSocket: env.socket, Namespace: fmt.Sprintf("t%x", sha256.Sum256([]byte(root)))[:32],
 		Mkfs: tools.Path(t, "mkfs.erofs"), PlainHTTP: []string{env.plain}, CAFiles: []string{env.caFile}, Platform: "linux/amd64",
 		Log: slog.New(slog.NewTextHandler(testLog{t}, &slog.HandlerOptions{Level: slog.LevelInfo}))}
 }

@@ -29,7 +29,7 @@ type record struct {
 	ErofsDigest    digest.Digest       `json:"erofs_digest"`
 	Size           int64               `json:"size"`
 	Format         string              `json:"format"`
-	Architecture   string              `json:"architecture"`
+	Platform       ocispec.Platform    `json:"platform"`
 	Layers         int                 `json:"layers"`
 	Config         ocispec.ImageConfig `json:"config"`
 	PulledAt       time.Time           `json:"pulled_at"`
@@ -180,7 +180,7 @@ func (d disk) saveAlias(a alias) error {
 func (d disk) image(r record) Image {
 	return Image{
 		Reference: r.Reference, Digest: r.Digest, ManifestDigest: r.ManifestDigest, ErofsDigest: r.ErofsDigest,
-		ErofsPath: d.erofsPath(r.ErofsDigest), Size: r.Size, Config: r.Config, Architecture: r.Architecture,
+		ErofsPath: d.erofsPath(r.ErofsDigest), Size: r.Size, Config: r.Config, Architecture: r.Platform.Architecture,
 		Layers: r.Layers, PulledAt: r.PulledAt,
 	}
 }

@@ -170,7 +170,7 @@ func (s *Store) ensure(ctx context.Context, ref imageRef, platform ocispec.Platf
 	}
 	rec, err := s.lookup(desc.Digest, platform)
 	switch {
-	case err == nil && s.disk.present(rec):
+	case err == nil && s.disk.present(rec) && rec.runsOn(platform):
 		reg.close()
 	case err != nil && !errors.Is(err, errNotRecorded):
 		reg.close()
@@ -212,10 +212,13 @@ func (s *Store) local(ref imageRef, platform ocispec.Platform, tagToo bool) (loc
 	if err != nil {
 		return localImage{}, false, s.hostError("look up", err)
 	}
-	return localImage{rec, asked}, s.disk.present(rec), nil
+	return localImage{rec, asked}, s.disk.present(rec) && rec.runsOn(platform), nil
 }
 
 func indexRef(full string, p ocispec.Platform) string { return full + " " + platforms.Format(p) }
+
+// runsOn tells whether the image is for the platform: a manifest may have been prepared for another one.
+func (r record) runsOn(p ocispec.Platform) bool { return platforms.Only(p).Match(r.Platform) }
 
 // lookup finds the record that a digest leads to: of a manifest, of an index, or of a file.
 func (s *Store) lookup(dgst digest.Digest, platform ocispec.Platform) (record, error) {
@@ -380,7 +383,7 @@ func (s *Store) convert(ctx context.Context, ref imageRef, desc ocispec.Descript
 	}
 	rec := record{
 		Version: recordVersion, Reference: ref.full, Digest: desc.Digest, ManifestDigest: img.manifest.Digest,
-		ErofsDigest: res.Digest, Size: res.Size, Format: flatten.Format, Architecture: img.config.Architecture,
+		ErofsDigest: res.Digest, Size: res.Size, Format: flatten.Format, Platform: platforms.Normalize(img.config.Platform),
 		Layers: len(img.layers), Config: img.config.Config, PulledAt: time.Now().UTC(),
 	}
 	if err := s.publish(res.Path, rec); err != nil {

@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -30,9 +31,12 @@ import (
 const Format = "erofs-flat-v1"
 
 const (
-	erofsMagic   = 0xE0F5E1E2
-	erofsMagicAt = 1024
-	stderrLimit  = 4 << 10
+	erofsMagic  = 0xE0F5E1E2
+	erofsSuper  = 1024
+	erofsBlock  = 4096
+	erofsSlot   = 32
+	stderrLimit = 4 << 10
+	leastRoom   = 1 << 20
 )
 
 // Builder makes EROFS files. It is safe for concurrent use.
@@ -81,15 +85,18 @@ func (b *Builder) build(ctx context.Context, dir string, layers []Layer) (Result
 	if err != nil {
 		return Result{}, err
 	}
-	whole, err := combine(all, limits)
+	whole, bytes, err := combine(all, limits)
 	if err != nil {
+		return Result{}, err
+	}
+	if err := room(dir, bytes); err != nil {
 		return Result{}, err
 	}
 	out := filepath.Join(dir, "image.erofs")
 	if err := b.mkfs(ctx, dir, out, whole); err != nil {
 		return Result{}, err
 	}
-	res, err := seal(ctx, out)
+	res, err := seal(ctx, out, whole.root.ino)
 	res.Entries = bud.entries.Load()
 	return res, err
 }
@@ -118,16 +125,15 @@ func (b *Builder) read(ctx context.Context, dir string, layers []Layer, bud *bud
 	return trees, files, err
 }
 
-// combine merges the layers and counts the names of each inode.
-func combine(all []*tree, limits Limits) (*tree, error) {
-	whole := newTree(limits.Depth)
+// combine merges the layers, counts the names of each inode, and adds up the contents.
+func combine(all []*tree, limits Limits) (whole *tree, bytes int64, err error) {
+	whole = newTree(limits.Depth)
 	for _, t := range all {
 		if err := whole.overlay(t); err != nil {
-			return nil, err
+			return nil, 0, err
 		}
 	}
-	var bytes int64
-	err := whole.visit(func(name string, ino *inode) error {
+	err = whole.visit(func(name string, ino *inode) error {
 		if len(name) > maxPath {
 			return malformedf("%q is a path of %d bytes, %d are possible", shorten(name), len(name), maxPath)
 		}
@@ -142,7 +148,28 @@ func combine(all []*tree, limits Limits) (*tree, error) {
 		}
 		return nil
 	})
-	return whole, err
+	return whole, bytes, err
+}
+
+// room refuses early what cannot fit: mkfs.erofs has each content on the disk twice for a while.
+func room(dir string, bytes int64) error {
+	left, err := free(dir)
+	if err != nil {
+		return &hostError{err}
+	}
+	if need := 2*bytes + leastRoom; left < need {
+		return errs.New(errs.DiskFull, "preparing the image needs %d bytes on the disk of the layers folder and %d are free; free some room", need, left).
+			With("asked", strconv.FormatInt(need, 10)).With("left", strconv.FormatInt(left, 10))
+	}
+	return nil
+}
+
+func free(dir string) (int64, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return 0, err
+	}
+	return int64(st.Bavail) * st.Bsize, nil
 }
 
 // mkfs streams the tree into mkfs.erofs.
@@ -151,7 +178,8 @@ func (b *Builder) mkfs(ctx context.Context, dir, out string, t *tree) error {
 	if timeout <= 0 {
 		timeout = 10 * time.Minute
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errors.New("mkfs.erofs took too long"))
+	outer := ctx
+	ctx, cancel := context.WithTimeout(outer, timeout)
 	defer cancel()
 	// The parent-death signal is bound to the thread that starts the child. It is needed: mkfs.erofs does
 	// not end by itself when its input is cut short.
@@ -181,7 +209,7 @@ func (b *Builder) mkfs(ctx context.Context, dir, out string, t *tree) error {
 	sent := make(chan error, 1)
 	go func() {
 		err := emit(ctx, pw, t)
-		if err != nil {
+		if err != nil && !errors.Is(err, syscall.EPIPE) {
 			cancel() // before the input ends, so that mkfs.erofs never takes a part for the whole
 		}
 		pw.Close()
@@ -190,18 +218,50 @@ func (b *Builder) mkfs(ctx context.Context, dir, out string, t *tree) error {
 	waitErr := cmd.Wait()
 	emitErr := <-sent // the only reader is gone: a write that waits ends in EPIPE
 	switch {
+	case outer.Err() != nil:
+		return context.Cause(outer)
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		return &hostError{fmt.Errorf("mkfs.erofs took longer than %v: %s", timeout, stderr)}
 	case emitErr != nil && !errors.Is(emitErr, syscall.EPIPE):
-		return emitErr
-	case ctx.Err() != nil:
-		return context.Cause(ctx)
+		return &hostError{emitErr}
 	case waitErr != nil || emitErr != nil:
-		return &hostError{fmt.Errorf("mkfs.erofs: %w: %s", errors.Join(waitErr, emitErr), stderr)}
+		return &hostError{blame(dir, fmt.Errorf("mkfs.erofs: %w: %s", errors.Join(waitErr, emitErr), stderr))}
+	}
+	return nil
+}
+
+// blame adds a full disk to an error of mkfs.erofs, which calls it by other names.
+func blame(dir string, err error) error {
+	if left, ferr := free(dir); ferr == nil && left < leastRoom {
+		return errors.Join(unix.ENOSPC, err)
+	}
+	return err
+}
+
+// checkRoot tells whether mkfs.erofs has read the archive to its end: see emit.
+func checkRoot(f io.ReaderAt, want *inode) error {
+	var sb [64]byte
+	if _, err := f.ReadAt(sb[:], erofsSuper); err != nil || binary.LittleEndian.Uint32(sb[:]) != erofsMagic {
+		return errors.New("mkfs.erofs left no file system behind")
+	}
+	nid := int64(binary.LittleEndian.Uint16(sb[14:]))
+	meta := int64(binary.LittleEndian.Uint32(sb[40:]))
+	var ino [64]byte
+	if _, err := f.ReadAt(ino[:], meta*erofsBlock+nid*erofsSlot); err != nil {
+		return fmt.Errorf("the root of the new file system: %w", err)
+	}
+	var sec, nsec int64 // those of a short inode, which has none of its own
+	if ino[0]&1 == 1 {
+		sec, nsec = int64(binary.LittleEndian.Uint64(ino[32:])), int64(binary.LittleEndian.Uint32(ino[40:]))
+	}
+	if sec != want.sec || nsec != int64(want.nsec) {
+		return errors.New("mkfs.erofs did not read the archive to its end")
 	}
 	return nil
 }
 
 // seal syncs a file and takes its digest, at the same time.
-func seal(ctx context.Context, path string) (Result, error) {
+func seal(ctx context.Context, path string, root *inode) (Result, error) {
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		return Result{}, &hostError{err}
@@ -215,16 +275,15 @@ func seal(ctx context.Context, path string) (Result, error) {
 	h := sha256.New()
 	var size int64
 	group.Go(func() error {
-		var magic [4]byte
-		if _, err := f.ReadAt(magic[:], erofsMagicAt); err != nil || binary.LittleEndian.Uint32(magic[:]) != erofsMagic {
-			return errors.New("mkfs.erofs left no file system behind")
+		if err := checkRoot(f, root); err != nil {
+			return err
 		}
 		n, err := io.CopyBuffer(onlyWriter{h}, &ctxReader{ctx: ctx, r: io.NewSectionReader(f, 0, 1<<62)}, make([]byte, 1<<20))
 		size = n
 		return err
 	})
 	if err := group.Wait(); err != nil {
-		return Result{}, &hostError{err}
+		return Result{}, &hostError{blame(filepath.Dir(path), err)}
 	}
 	return Result{Path: path, Digest: digest.NewDigest(digest.SHA256, h), Size: size}, nil
 }

@@ -32,6 +32,14 @@ type emitter struct {
 
 func emit(ctx context.Context, w io.Writer, t *tree) error {
 	e := &emitter{ctx: ctx, w: bufio.NewWriterSize(w, 1<<20), first: map[*inode]string{}, buf: make([]byte, 256<<10)}
+	// The root is written twice: first with a time that is not its own, last as it is. mkfs.erofs does not
+	// always say so when a full disk makes it lose its place in the archive; a root with the right time was
+	// read at the archive's end.
+	wrong := *t.root.ino
+	wrong.sec++
+	if err := e.header(".", &wrong); err != nil {
+		return err
+	}
 	if err := t.visit(e.entry); err != nil {
 		return err
 	}

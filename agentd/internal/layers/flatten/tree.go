@@ -340,27 +340,29 @@ func settle(n *node) {
 	}
 }
 
-// visit calls fn for every name of the tree in sorted order, parents first, the root as ".".
+// visit calls fn for every name of the tree in sorted order, parents first; the root comes last, as ".".
 func (t *tree) visit(fn func(name string, ino *inode) error) error {
-	return visit(".", t.root, fn)
-}
-
-func visit(name string, n *node, fn func(string, *inode) error) error {
-	if err := fn(name, n.ino); err != nil {
+	if err := visitBelow("", t.root, fn); err != nil {
 		return err
 	}
+	return fn(".", t.root.ino)
+}
+
+func visitBelow(prefix string, n *node, fn func(string, *inode) error) error {
 	names := make([]string, 0, len(n.children))
 	for c := range n.children {
 		names = append(names, c)
 	}
 	slices.Sort(names)
 	for _, c := range names {
-		full := c
-		if name != "." {
-			full = name + "/" + c
-		}
-		if err := visit(full, n.children[c], fn); err != nil {
+		child := n.children[c]
+		if err := fn(prefix+c, child.ino); err != nil {
 			return err
+		}
+		if child.isDir() {
+			if err := visitBelow(prefix+c+"/", child, fn); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
