@@ -181,6 +181,9 @@ func classify(id, step string, err error) error {
 		return fail(errs.IncompatibleRuntime, "the snapshot was made by another runtime or with another spec: %s", f.said)
 	case has("CPU feature", "cpuid", "FeatureSet"):
 		return fail(errs.IncompatibleNode, "this node's CPU lacks a feature that the snapshot needs: %s", f.said)
+	case strings.HasSuffix(f.said, "failed: EOF"):
+		// The runtime died over the files; running out of memory was ruled out before.
+		return fail(errs.ArtefactDamaged, "the runtime could not load the snapshot and ended; its files are damaged or not of this runtime")
 	case has("unexpected EOF", "bad magic", "hash", "decod", "corrupt"):
 		return fail(errs.ArtefactDamaged, "the snapshot's files are damaged: %s", f.said)
 	}

@@ -305,20 +305,19 @@ func (e *entry) unlock() { <-e.op }
 
 // Pause implements runtime.Driver.
 func (d *Driver) Pause(ctx context.Context, id string) error {
-	return d.change(ctx, id, "pause", func(p runtime.Phase) (bool, error) {
-		return p != runtime.Paused, wantPhase(id, p, runtime.Running, runtime.Paused)
-	}, "pause", id)
+	return d.change(ctx, id, change{step: "pause", args: []string{"pause"}, from: []runtime.Phase{runtime.Running}, done: runtime.Paused})
 }
 
 // Resume implements runtime.Driver.
 func (d *Driver) Resume(ctx context.Context, id string) error {
-	return d.change(ctx, id, "resume", func(p runtime.Phase) (bool, error) {
-		return p != runtime.Running, wantPhase(id, p, runtime.Running, runtime.Paused)
-	}, "resume", id)
+	return d.change(ctx, id, change{step: "resume", args: []string{"resume"}, from: []runtime.Phase{runtime.Paused}, done: runtime.Running})
 }
 
 // Save implements runtime.Driver.
 func (d *Driver) Save(ctx context.Context, id string, opts runtime.SaveOptions) error {
+	if _, err := d.known(id); err != nil {
+		return err
+	}
 	entries, err := os.ReadDir(opts.Dir)
 	if err != nil || len(entries) > 0 {
 		return errs.Wrap(err, errs.InvalidField, "the snapshot's folder %s must exist and be empty", opts.Dir).With("field", "dir")
@@ -327,21 +326,33 @@ func (d *Driver) Save(ctx context.Context, id string, opts runtime.SaveOptions) 
 	if opts.Direct {
 		args = append(args, "-direct")
 	}
-	return d.change(ctx, id, "save", func(p runtime.Phase) (bool, error) {
-		return true, wantPhase(id, p, runtime.Paused)
-	}, append(args, id)...)
+	return d.change(ctx, id, change{step: "save", args: args, from: []runtime.Phase{runtime.Paused}, failed: func() { d.emptyFiles(id, opts.Dir) }})
 }
 
-func wantPhase(id string, has runtime.Phase, want ...runtime.Phase) error {
-	if slices.Contains(want, has) {
-		return nil
+// emptyFiles gives the space of a failed save back: the sentry keeps a file of it open for as long as it
+// lives, so removing the file alone would not.
+func (d *Driver) emptyFiles(id, dir string) {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		err = errors.Join(err, os.Truncate(filepath.Join(dir, e.Name()), 0))
 	}
-	return errs.New(errs.WrongPhase, "sandbox %s is %s", id, has).With("uid", id).With("phase", string(has))
+	if err != nil {
+		d.log.Warn("empty the files of a failed save", "sandbox", id, "dir", dir, "error", err)
+	}
 }
 
-// change runs a command that is not to be cut in two. When ctx ends it goes on, holding the sandbox's
-// token, and whoever comes next waits for it.
-func (d *Driver) change(ctx context.Context, id, step string, due func(runtime.Phase) (bool, error), args ...string) error {
+// change is a command that changes a sandbox and is not to be cut in two.
+type change struct {
+	step   string
+	args   []string        // without the id
+	from   []runtime.Phase // the phases that it is for
+	done   runtime.Phase   // the phase in which there is nothing to do; "" for none
+	failed func()          // runs when runsc says that it failed; may be nil
+}
+
+// change runs the command once no other changes the sandbox. When ctx ends it goes on, holding the
+// sandbox's token, and whoever comes next waits for it.
+func (d *Driver) change(ctx context.Context, id string, c change) error {
 	rec, err := d.known(id)
 	if err != nil {
 		return err
@@ -351,24 +362,29 @@ func (d *Driver) change(ctx context.Context, id, step string, due func(runtime.P
 		return err
 	}
 	status, err := d.State(ctx, id)
-	if err == nil {
-		var needed bool
-		if needed, err = due(status.Phase); err == nil && needed {
-			done := make(chan error, 1)
-			d.wg.Go(func() {
-				defer e.unlock()
-				done <- d.run(d.ctx, command{rec: rec, args: args, patient: true})
-			})
-			select {
-			case err := <-done:
-				return classify(id, step, err)
-			case <-ctx.Done():
-				return ctx.Err()
-			}
+	if err != nil || status.Phase == c.done || !slices.Contains(c.from, status.Phase) {
+		e.unlock()
+		if err == nil && status.Phase != c.done {
+			err = errs.New(errs.WrongPhase, "%s: sandbox %s is %s", c.step, id, status.Phase).With("uid", id).With("phase", string(status.Phase))
 		}
+		return err
 	}
-	e.unlock()
-	return err
+	done := make(chan error, 1)
+	d.wg.Go(func() {
+		defer e.unlock()
+		err := d.run(d.ctx, command{rec: rec, args: append(c.args, id), patient: true})
+		var f *failure
+		if errors.As(err, &f) && c.failed != nil {
+			c.failed()
+		}
+		done <- err
+	})
+	select {
+	case err := <-done:
+		return classify(id, c.step, err)
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // known gives the record of a sandbox that has to be there.

@@ -253,13 +253,13 @@ func bounded(t *testing.T) context.Context {
 	return ctx
 }
 
-// deleteAtEnd deletes the sandbox when the test ends, also when it failed.
-func deleteAtEnd(t *testing.T, d *Driver, id string) {
+// deleteAtEnd deletes the sandbox when the test ends, also when it failed, with the driver that is open then.
+func (n *node) deleteAtEnd(t *testing.T, id string) {
 	t.Helper()
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
 		defer cancel()
-		if err := d.Delete(ctx, id); err != nil {
+		if err := n.d.Delete(ctx, id); err != nil {
 			t.Error(err)
 		}
 	})
