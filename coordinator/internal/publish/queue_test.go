@@ -282,7 +282,7 @@ func TestBuildErrorsPassThrough(t *testing.T) {
 	s, _ := inMemory(t)
 	q := start(t, publish.Options{Store: s})
 	mine := errors.New("nothing to do")
-	if _, err := q.Publish(t.Context(), func(context.Context, catalog.Reader) (catalog.Commit, error) { return catalog.Commit{}, mine }); err != mine {
+	if _, err := q.Publish(t.Context(), func(context.Context, catalog.Reader) (catalog.Commit, error) { return catalog.Commit{}, mine }); !errors.Is(err, mine) {
 		t.Errorf("got %v", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

@@ -120,8 +120,8 @@ func testFences(t *testing.T, f *Fixture) {
 		t.Fatalf("Lead above: %+v %v %v", lease, mine, err)
 	}
 	e := f.Refused(errs.Fenced, catalog.Commit{Puts: put})
-	if e.Details["epoch"] != "1" || e.Details["current_epoch"] != "7" {
-		t.Errorf("details %v", e.Details)
+	if e.Err.Details["epoch"] != "1" || e.Err.Details["current_epoch"] != "7" {
+		t.Errorf("details %v", e.Err.Details)
 	}
 	f.Owner.Coordinator = lease.Epoch
 	f.Must(put...)
@@ -145,8 +145,8 @@ func testStaleSession(t *testing.T, f *Fixture) {
 		o := f.Owner
 		o.Node, o.Session = "n1", session
 		e := f.Refused(errs.Fenced, catalog.Commit{Owner: o, Puts: []catalog.Put{update}})
-		if e.Details["node"] != "n1" {
-			t.Errorf("details %v", e.Details)
+		if e.Err.Details["node"] != "n1" {
+			t.Errorf("details %v", e.Err.Details)
 		}
 	}
 	o := f.Owner
@@ -241,8 +241,8 @@ func testBodyMismatch(t *testing.T, f *Fixture) {
 	}
 	c.Digest, c.Puts = "d2", []catalog.Put{Create(Sandbox("t"))}
 	e := f.Refused(errs.OperationBodyMismatch, c)
-	if e.Code != errs.Conflict || e.Retry != errs.Never {
-		t.Errorf("code %s, retry %s", e.Code, e.Retry)
+	if e.Err.Code != errs.Conflict || e.Err.Retry != errs.Never {
+		t.Errorf("code %s, retry %s", e.Err.Code, e.Err.Retry)
 	}
 }
 

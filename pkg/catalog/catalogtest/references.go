@@ -101,8 +101,8 @@ func testStaleUID(t *testing.T, f *Fixture) {
 		Puts:   []catalog.Put{Create(Sandbox("s"), To(Volume("v-1"), catalog.Exclusive))},
 	})
 	Details(t, e, map[string]string{"uid": "v-1", "current_uid": "v-2"})
-	if e.Code != errs.Conflict || e.Retry != errs.Never {
-		t.Errorf("code %s, retry %s", e.Code, e.Retry)
+	if e.Err.Code != errs.Conflict || e.Err.Retry != errs.Never {
+		t.Errorf("code %s, retry %s", e.Err.Code, e.Err.Retry)
 	}
 	e = f.Refused(errs.StaleUID, catalog.Commit{Puts: []catalog.Put{Create(Sandbox("s"), To(Volume("v-1"), catalog.Exclusive))}})
 	Details(t, e, map[string]string{"uid": "v-1", "current_uid": ""})
@@ -232,6 +232,20 @@ func testTombstones(t *testing.T, f *Fixture) {
 			t.Fatal(r.Err)
 		}
 	}
+	f.checkTombstones()
+	if h, err := f.Referrers(f.Ctx, Volume("v"), "", 0); err != nil || h.Count != 0 {
+		t.Errorf("tombstones refer: %+v, %v", h, err)
+	}
+	if live, err := f.List(f.Ctx, catalog.Query{Kind: catalog.KindSnapshot}); err != nil || len(live.Records) != 0 {
+		t.Errorf("tombstones are listed: %+v, %v", live, err)
+	}
+	f.compactAll(n - 1)
+}
+
+// checkTombstones reads those of p-0001 to p-0004; p-0000 left none.
+func (f *Fixture) checkTombstones() {
+	t := f.T
+	t.Helper()
 	one, err := f.Tombstone(f.Ctx, Snapshot("p-0001"))
 	if err != nil || string(one.Body) != "why 1" || one.Revision != 1 || one.Seq != 5 || !one.Expires.After(one.At) {
 		t.Errorf("tombstone %+v, %v", one, err)
@@ -246,22 +260,20 @@ func testTombstones(t *testing.T, f *Fixture) {
 	if _, err := f.Tombstone(f.Ctx, Snapshot("p-0000")); !errs.Has(err, errs.ObjectNotFound) {
 		t.Errorf("a delete without a tombstone: %v", err)
 	}
-	if h, err := f.Referrers(f.Ctx, Volume("v"), "", 0); err != nil || h.Count != 0 {
-		t.Errorf("tombstones refer: %+v, %v", h, err)
-	}
-	if live, err := f.List(f.Ctx, catalog.Query{Kind: catalog.KindSnapshot}); err != nil || len(live.Records) != 0 {
-		t.Errorf("tombstones are listed: %+v, %v", live, err)
-	}
+}
+
+func (f *Fixture) compactAll(n int) {
+	f.T.Helper()
 	forgotten := 0
-	Eventually(t, "tombstones are compacted", func() bool {
+	Eventually(f.T, "tombstones are compacted", func() bool {
 		k, err := f.Compact(f.Ctx, 3)
 		if err != nil || k > 3 {
-			t.Fatalf("Compact: %d, %v", k, err)
+			f.T.Fatalf("Compact: %d, %v", k, err)
 		}
 		forgotten += k
-		return forgotten == n-1
+		return forgotten == n
 	})
 	if st, err := f.Status(f.Ctx); err != nil || st.Tombstones != 0 {
-		t.Errorf("status %+v, %v", st, err)
+		f.T.Errorf("status %+v, %v", st, err)
 	}
 }

@@ -58,7 +58,7 @@ func Run(t *testing.T, open Factory) {
 				r.Changes = 10
 			}
 			if c.name == "C28_Tombstones" {
-				r.Tombstones = 300 * time.Millisecond
+				r.Tombstones = 1500 * time.Millisecond
 			}
 			c.test(t, NewFixture(t, open(t, r)))
 		})
@@ -88,17 +88,17 @@ func NewFixture(t *testing.T, s catalog.Store) *Fixture {
 	return f
 }
 
-// Sandbox, Snapshot and Volume make keys in tenant acme.
+// Sandbox makes a key in tenant acme.
 func Sandbox(uid string) catalog.Key {
 	return catalog.Key{Tenant: "acme", Kind: catalog.KindSandbox, UID: uid}
 }
 
-// Snapshot makes a key.
+// Snapshot makes a key in tenant acme.
 func Snapshot(uid string) catalog.Key {
 	return catalog.Key{Tenant: "acme", Kind: catalog.KindSnapshot, UID: uid}
 }
 
-// Volume makes a key.
+// Volume makes a key in tenant acme.
 func Volume(uid string) catalog.Key {
 	return catalog.Key{Tenant: "acme", Kind: catalog.KindVolume, UID: uid}
 }
@@ -136,8 +136,9 @@ func (f *Fixture) Must(puts ...catalog.Put) catalog.Result {
 	return r
 }
 
-// Refused commits what must be refused, checks that nothing changed, and returns the refusal.
-func (f *Fixture) Refused(reason errs.Reason, c catalog.Commit) *errs.Error {
+// Refused commits what must be refused, checks that nothing changed, and returns the
+// result, whose Err is the refusal.
+func (f *Fixture) Refused(reason errs.Reason, c catalog.Commit) catalog.Result {
 	f.T.Helper()
 	before, err := f.Seq(f.Ctx)
 	if err != nil {
@@ -158,7 +159,7 @@ func (f *Fixture) Refused(reason errs.Reason, c catalog.Commit) *errs.Error {
 			f.Gone(p.Record.Key)
 		}
 	}
-	return r.Err
+	return r
 }
 
 // Read gets a record that must be there.
@@ -180,10 +181,10 @@ func (f *Fixture) Gone(key catalog.Key) {
 }
 
 // Details checks the details of a refusal.
-func Details(t *testing.T, e *errs.Error, want map[string]string) {
+func Details(t *testing.T, r catalog.Result, want map[string]string) {
 	t.Helper()
-	if !maps.Equal(e.Details, want) {
-		t.Errorf("details %v, want %v", e.Details, want)
+	if !maps.Equal(r.Err.Details, want) {
+		t.Errorf("details %v, want %v", r.Err.Details, want)
 	}
 }
 

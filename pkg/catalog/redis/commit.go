@@ -66,7 +66,7 @@ func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
 		args = append(args, dec(uint64(len(c.Puts))))
 		for j := range c.Puts {
 			r := &c.Puts[j].Record
-			args = append(args, r.Key.String(), dec(c.Puts[j].ExpectRevision), r.Name, r.Phase, r.Node, r.Identity,
+			args = append(args, r.String(), dec(c.Puts[j].ExpectRevision), r.Name, r.Phase, r.Node, r.Identity,
 				flag(r.Sealed), encodeRefs(r.Refs), r.Body)
 		}
 		args = append(args, dec(uint64(len(c.Deletes))))

@@ -176,7 +176,7 @@ func (s *Store) after(ctx context.Context, index, after string, count int) ([]st
 	if after != "" {
 		lower = "(" + after
 	}
-	members, err := s.client.ZRangeByLex(ctx, index, &goredis.ZRangeBy{Min: lower, Max: "+", Count: int64(count)}).Result()
+	members, err := s.client.ZRangeArgs(ctx, goredis.ZRangeArgs{Key: index, Start: lower, Stop: "+", ByLex: true, Count: int64(count)}).Result()
 	if err != nil {
 		return nil, readError(err)
 	}
