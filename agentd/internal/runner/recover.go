@@ -113,3 +113,17 @@ func (n *Node) FinishSnapshot(ctx context.Context, uid string) error {
 	}
 	return n.dropSnapshot(ctx, rec, rec.Status.ErofsDigest)
 }
+
+// Purge removes whatever there is of a sandbox that no record names: what doctor found. It goes by the
+// uid alone. WRONG_PHASE when there is a record.
+func (n *Node) Purge(ctx context.Context, uid string) error {
+	if _, err := n.Store.Snapshot(uid); !errs.Has(err, errs.ObjectNotFound) {
+		return errors.Join(err, errs.New(errs.WrongPhase, "%s is a snapshot that is recorded; delete it by its name", uid).With("uid", uid))
+	}
+	return n.do(ctx, uid, false, func(ctx context.Context, o *owner) error {
+		if o.exists {
+			return wrongPhase(o.rec, "it is recorded; delete it by its name")
+		}
+		return o.unmake(ctx)
+	})
+}

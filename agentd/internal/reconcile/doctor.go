@@ -1,0 +1,184 @@
+package reconcile
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+)
+
+// Sources are where the two inventories come from.
+type Sources struct {
+	Store interface {
+		Sandboxes() ([]nodestate.Sandbox, error)
+		Snapshots() ([]nodestate.Snapshot, error)
+	}
+	Driver interface {
+		List(ctx context.Context) ([]runtime.Status, error)
+	}
+	Groups interface {
+		List() ([]string, error)
+	}
+	Artefacts interface {
+		Observe() (checkpoint.Observed, error)
+		Delete(uid string) error
+	}
+	// ImageHolds and VolumeHolds list what each holder of this node has.
+	ImageHolds  func(ctx context.Context) (map[string][]string, error)
+	VolumeHolds func(ctx context.Context) (map[string][]string, error)
+	// SandboxRoot and SnapshotRoot are the folders.
+	SandboxRoot, SnapshotRoot string
+	// Mountinfo is the mount table to look at.
+	Mountinfo string
+}
+
+// Purger removes what has no record.
+type Purger interface {
+	Remove(ctx context.Context, uid string) error
+	// Purge removes whatever there is of a sandbox that no record names. An error when one does.
+	Purge(ctx context.Context, uid string) error
+}
+
+// Records reads the records. Only after Observe.
+func (s Sources) Records() (Records, error) {
+	boxes, err := s.Store.Sandboxes()
+	if err != nil {
+		return Records{}, err
+	}
+	snaps, err := s.Store.Snapshots()
+	return Records{boxes, snaps}, err
+}
+
+// Observe looks at the node: all of it, or an error.
+func (s Sources) Observe(ctx context.Context) (Observed, error) {
+	var o Observed
+	var err error
+	if o.Runtime, err = s.Driver.List(ctx); err != nil {
+		return o, err
+	}
+	if o.Groups, err = s.Groups.List(); err != nil {
+		return o, err
+	}
+	if o.Folders, err = folders(s.SandboxRoot); err != nil {
+		return o, err
+	}
+	if o.Mounts, err = mountsBelow(s.Mountinfo, s.SandboxRoot); err != nil {
+		return o, err
+	}
+	if o.Artefacts, err = s.Artefacts.Observe(); err != nil {
+		return o, err
+	}
+	if o.ImageHolds, err = s.ImageHolds(ctx); err != nil {
+		return o, err
+	}
+	o.VolumeHolds, err = s.VolumeHolds(ctx)
+	return o, err
+}
+
+func folders(root string) ([]string, error) {
+	entries, err := os.ReadDir(root)
+	if err != nil {
+		return nil, errs.Wrap(err, errs.InternalError, "list the sandboxes' folders: %v", err)
+	}
+	var out []string
+	for _, e := range entries {
+		out = append(out, e.Name())
+	}
+	return out, nil
+}
+
+func mountsBelow(mountinfo, root string) ([]string, error) {
+	f, err := os.Open(mountinfo)
+	if err != nil {
+		return nil, errs.Wrap(err, errs.InternalError, "read the mount table: %v", err)
+	}
+	defer f.Close()
+	var out []string
+	scan := bufio.NewScanner(f)
+	for scan.Scan() {
+		fields := strings.Fields(scan.Text())
+		if len(fields) > 4 && strings.HasPrefix(fields[4], filepath.Clean(root)+"/") {
+			out = append(out, fields[4])
+		}
+	}
+	slices.Sort(out)
+	return out, scan.Err()
+}
+
+// Result is a finding and what became of it.
+type Result struct {
+	Finding
+	Fixed bool
+	Err   error
+}
+
+// Examine finds every difference, and with fix removes what may be removed. What was fixed is looked at
+// again: Fixed means that it is not seen any more.
+func Examine(ctx context.Context, s Sources, p Purger, fix bool) ([]Result, map[string]int, error) {
+	seen, found, err := s.examine(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	results := make([]Result, len(found))
+	tried := make(map[string]error)
+	for i, f := range found {
+		results[i].Finding = f
+		if !fix || !f.Fixable {
+			continue
+		}
+		err, done := tried[f.Name]
+		if !done || f.Kind == OrphanStaging {
+			err = s.fix(ctx, p, f)
+			tried[f.Name] = err
+		}
+		results[i].Err = err
+	}
+	if fix && len(tried) > 0 {
+		_, left, err := s.examine(ctx)
+		if err != nil {
+			return nil, nil, err
+		}
+		for i := range results {
+			r := &results[i]
+			r.Fixed = r.Fixable && r.Err == nil && !slices.ContainsFunc(left, func(f Finding) bool { return f.Kind == r.Kind && f.Name == r.Name })
+			if r.Fixable && r.Err == nil && !r.Fixed {
+				r.Err = errors.New("it is still there")
+			}
+		}
+	}
+	return results, seen.Counts(), nil
+}
+
+func (s Sources) examine(ctx context.Context) (Observed, []Finding, error) {
+	seen, err := s.Observe(ctx)
+	if err != nil {
+		return seen, nil, err
+	}
+	rec, err := s.Records()
+	if err != nil {
+		return seen, nil, err
+	}
+	return seen, Diff(rec, seen, s.SandboxRoot, s.SnapshotRoot), nil
+}
+
+func (s Sources) fix(ctx context.Context, p Purger, f Finding) error {
+	if err := uid.Check(f.Name); err != nil {
+		return errs.New(errs.InvalidField, "%q is no uid, so it was not made by this node; look at it by hand", f.Name).With("field", "name")
+	}
+	switch f.Kind {
+	case StuckDelete:
+		return p.Remove(ctx, f.Name)
+	case OrphanStaging:
+		return s.Artefacts.Delete(f.Name)
+	}
+	return p.Purge(ctx, f.Name)
+}
