@@ -2,6 +2,7 @@
 # Install the pinned real components into a cache shared by all checkouts.
 #
 #   scripts/tools.sh [demo|dev|all|NAME...]
+#   scripts/tools.sh --bin                      say where the links are
 #
 # Each goes to <cache>/tools/NAME-VERSION, complete or not at all, and is linked
 # from <cache>/bin. What is there and intact is left alone, so that a second run
@@ -14,7 +15,7 @@ demo_tools=(runsc containerd registry erofs redis busybox)
 dev_tools=(protoc buf golangci-lint)
 
 usage() {
-	sed -n '2,9s/^# \{0,1\}//p' "$0"
+	sed -n '2,10s/^# \{0,1\}//p' "$0"
 	echo "names: ${demo_tools[*]} ${dev_tools[*]}"
 }
 
@@ -196,6 +197,7 @@ main() {
 		demo) want+=("${demo_tools[@]}") ;;
 		dev) want+=("${dev_tools[@]}") ;;
 		all) want+=("${demo_tools[@]}" "${dev_tools[@]}") ;;
+		--bin) echo "$bin" && return ;;
 		-h | --help) usage && return ;;
 		*) declare -F "version_$n" >/dev/null || die "no component $n. $(usage)"; want+=("$n") ;;
 		esac

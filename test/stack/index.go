@@ -30,13 +30,17 @@ func Base() string {
 
 func indexDir() string { return filepath.Join(Base(), "index") }
 
-// checkoutBin is the bin folder of the checkout this package was built from.
+// checkoutBin is the bin folder of the checkout this package was built from. A
+// program that does not know its sources any more is in that folder itself.
 func checkoutBin() (string, error) {
-	_, file, _, ok := runtime.Caller(0)
-	if !ok || !filepath.IsAbs(file) {
-		return "", errors.New("built with -trimpath: say where the daemons are")
+	if _, file, _, ok := runtime.Caller(0); ok && filepath.IsAbs(file) {
+		return filepath.Join(filepath.Dir(file), "..", "..", "bin"), nil
 	}
-	return filepath.Join(filepath.Dir(file), "..", "..", "bin"), nil
+	self, err := os.Executable()
+	if err != nil {
+		return "", fmt.Errorf("the folder of the daemons: %w", err)
+	}
+	return filepath.Dir(self), nil
 }
 
 // register writes the stack's record, into its folder and then into the index.

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/test/fabric"
+	"github.com/dormouse-run/dormouse/test/tools"
 )
 
 // marker is the environment variable that says which stack a process belongs to.
@@ -84,7 +85,11 @@ func (s *Stack) start(ctx context.Context, c command) error {
 	defer log.Close()
 	cmd := exec.Command(c.path, c.args...)
 	cmd.Dir, cmd.Stdout, cmd.Stderr = s.Dir, log, log
-	cmd.Env = append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", marker + s.ID}, c.env...)
+	cmd.Env = append([]string{
+		// The pinned tools first: containerd and agentd look for mkfs.erofs.
+		"PATH=" + tools.Dir() + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+		"HOME=/root", marker + s.ID,
+	}, c.env...)
 	// A session of its own: an interrupt at the terminal is for the owner, who
 	// then ends the parts in order.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}

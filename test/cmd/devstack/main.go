@@ -19,6 +19,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"strings"
 	"syscall"
 
@@ -67,7 +68,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 
 func progress(format string, args ...any) { fmt.Fprintf(os.Stderr, format+"\n", args...) }
 
-// down ends one stack, or all that nobody is at work with.
+// down ends one stack, or all that nobody is at work with. That there is none is
+// what was asked for.
 func down(ctx context.Context, dir string) error {
 	return each(dir, func(s *stack.Stack) error {
 		s.SetLogf(progress)
@@ -80,21 +82,25 @@ func down(ctx context.Context, dir string) error {
 	})
 }
 
+// each does it for the stacks in dir, or for all of them.
 func each(dir string, do func(*stack.Stack) error) error {
-	if dir != "" {
-		s, err := stack.Open(dir)
-		if err != nil {
-			return err
-		}
-		return do(s)
-	}
 	all, err := stack.Indexed()
 	if err != nil {
 		return err
 	}
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return err
+	}
 	var errs []error
+	none := true
 	for _, s := range all {
-		errs = append(errs, do(s))
+		if dir == "" || s.Dir == abs {
+			errs, none = append(errs, do(s)), false
+		}
+	}
+	if none {
+		progress("no stack is up")
 	}
 	return errors.Join(errs...)
 }

@@ -1,0 +1,83 @@
+# Everything a newcomer needs: make demo, make test. The rest is for working on it.
+# What each target needs from outside is pinned and kept in the cache by scripts/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+MODULE := github.com/dormouse-run/dormouse
+# Each folder of a command gives bin/<its name>.
+COMMANDS := $(patsubst %/,%,$(sort $(dir $(wildcard agentd/cmd/*/*.go coordinator/cmd/*/*.go test/cmd/*/*.go))))
+
+VERSION = $(shell git describe --always --tags --dirty 2>/dev/null || echo dev)
+COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
+LDFLAGS = -s -w -X $(MODULE)/pkg/version.Version=$(VERSION) -X $(MODULE)/pkg/version.Commit=$(COMMIT)
+GOBUILD = CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
+
+# The packages whose tests start sandboxes or whole stacks; they have the machine
+# to themselves. The rest runs side by side.
+HEAVY := /test/|/runtime/runsc|/guest$$|/layers
+# The packages in which goroutines meet: what runs under the race detector.
+RACE := /pkg/|/coordinator/|/agentd/internal/(guestwire|nodestate|runner|runtime/fake)$$
+TEST_TIMEOUT ?= 20m
+TESTFLAGS ?=
+
+DEMO_DIR ?= /var/lib/dormouse-dev/demo
+
+.PHONY: help
+help: ## this list
+	@sed -n 's/^\([a-z%-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+# ---- set-up -------------------------------------------------------------------
+
+.PHONY: tools tools-dev images
+tools: ## install the pinned real components (runsc, containerd, Redis ...)
+	@scripts/tools.sh demo
+tools-dev: ## and what only developers need (buf, linters)
+	@scripts/tools.sh all
+images: tools ## build the images that demo and tests use
+	@scripts/images.sh
+
+.PHONY: build bundle
+build: ## compile every command into bin/
+	@mkdir -p bin
+	@$(GOBUILD) -o bin/ $(addprefix ./,$(COMMANDS))
+bundle: tools ## make the runtime bundle (runsc + guest init) in bin/bundle
+	@scripts/bundle.sh bin/bundle
+
+# ---- running it ---------------------------------------------------------------
+
+.PHONY: demo down env
+demo: tools images build bundle ## show the main job on real parts; KEEP=1 leaves it up
+	@bin/demo --dir $(DEMO_DIR) $(if $(KEEP),--keep)
+env: ## the environment of a demo that was left up, for eval
+	@cat $(DEMO_DIR)/env 2>/dev/null || { echo "no demo is up: make demo KEEP=1" >&2; exit 1; }
+down: ## end a demo that was left up
+	@mkdir -p bin
+	@$(GOBUILD) -o bin/ ./test/cmd/devstack
+	@bin/devstack down --dir $(DEMO_DIR)
+
+# ---- checks -------------------------------------------------------------------
+
+.PHONY: test race lint gen gen-check
+test: tools images build bundle ## every test, on real parts
+	@status=0; \
+	go test -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -vE '$(HEAVY)') || status=1; \
+	go test -p 1 -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -E '$(HEAVY)') || status=1; \
+	exit $$status
+race: tools ## the race detector, on the packages that are concurrent and need no sandbox
+	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
+lint: tools-dev ## golangci-lint
+	@"$$(scripts/tools.sh --bin)/golangci-lint" run ./...
+gen: tools-dev ## generate code and OpenAPI from the protos
+	@scripts/gen.sh
+gen-check: tools-dev ## is what is committed what the protos give, and compatible?
+	@scripts/gen.sh check
+bench-%: tools ## benchmarks of the packages with this name, e.g. bench-guestwire
+	@go test -run '^$$' -bench . -benchmem $$(go list ./... | grep '/$*$$')
+
+.PHONY: clean
+clean: ## remove bin/; the cache stays
+	@rm -rf bin
