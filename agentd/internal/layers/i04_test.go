@@ -1,3 +1,6 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
 package layers
 
 import (
