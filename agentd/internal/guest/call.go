@@ -129,7 +129,7 @@ func rejected(payload []byte) error {
 	case errs.Fenced:
 		return errs.New(reason, "the guest channel has a later generation than this node's").With("current_epoch", utoa(m.CurrentGeneration))
 	case errs.StaleUID:
-		return errs.New(reason, "the guest channel belongs to another sandbox")
+		return errs.New(reason, "the guest channel belongs to another sandbox; one that was restored needs a generation above its snapshot's").With("current_epoch", utoa(m.CurrentGeneration))
 	}
 	return errs.New(errs.NotSupported, "guest init and this node have no protocol version in common; use the runtime bundle that made the sandbox").With("feature", "guest protocol")
 }

@@ -11,6 +11,8 @@ import (
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/test/tools"
 )
 
@@ -187,6 +189,69 @@ func TestRunscCheckpointRestoreKeepsProcesses(t *testing.T) {
 	f.lines(50)
 	if out, _, _ := run(t, c, subject("h", "hostname")); out != "source\n" {
 		t.Fatalf("the source's host name: %q", out)
+	}
+}
+
+// TestRunscChainOfRestores: each sandbox is restored from a checkpoint of the one before, while one
+// process writes as fast as it can and another waits for its input.
+func TestRunscChainOfRestores(t *testing.T) {
+	m := newMachine(t)
+	box := sandbox{opts: m.start("sandbox-0", "")}
+	c := box.open(t)
+	r := subject("cat", "cat")
+	r.Stdin = true
+	_, err := c.Start(ctx(t), r)
+	must(t, err)
+	_, err = c.Start(ctx(t), subject("pour", "pour", "1000000000000"))
+	must(t, err)
+	wait := subject("late", "sleep")
+	wait.Timeout = 3 * time.Second
+	_, err = c.Start(ctx(t), wait)
+	must(t, err)
+	want := ""
+	for i := 1; i <= 3; i++ {
+		line := "generation " + itoa(i) + "\n"
+		_, err := c.WriteStdin(ctx(t), "cat", []byte(line))
+		must(t, err)
+		want += line
+		awaitOutput(t, c, "cat", want)
+		busy, err := c.Output(ctx(t), OutputRequest{Process: "pour", Output: Stdout, From: FromEnd, Follow: UntilExit})
+		must(t, err)
+		_, err = busy.Next(ctx(t))
+		must(t, err)
+
+		id, img := "sandbox-"+itoa(i-1), filepath.Join(m.root, "image-"+itoa(i))
+		must(t, c.Quiesce(ctx(t)))
+		m.do(nil, "pause", id)
+		must(t, c.Drained(ctx(t)))
+		m.do(nil, "checkpoint", "-leave-running", "-direct", "-image-path", img, id)
+		must(t, c.Close())
+		m.do(nil, "delete", "-force", id)
+
+		box = sandbox{opts: m.start("sandbox-"+itoa(i), img)}
+		if i == 1 {
+			if _, err := Open(ctx(t), box.opts); !errs.Has(err, errs.StaleUID) || errs.From(err).Details["current_epoch"] != "1" {
+				t.Fatalf("a generation that is not above the snapshot's: %v", err)
+			}
+		}
+		box.opts.Generation = fence.Epoch(i + 1)
+		c = box.open(t)
+		busy, err = c.Output(ctx(t), OutputRequest{Process: "pour", Output: Stdout, From: FromEnd, Follow: UntilExit})
+		must(t, err)
+		before, err := busy.Next(ctx(t))
+		must(t, err)
+		after, err := busy.Next(ctx(t))
+		if err != nil || after.Offset <= before.Offset {
+			t.Fatalf("restore %d: the busy process does not go on: %d, %d, %v", i, before.Offset, after.Offset, err)
+		}
+		busy.Close()
+	}
+	must(t, c.CloseStdin(ctx(t), "cat"))
+	if e, err := c.Wait(ctx(t), "cat"); err != nil || e.Code != 0 {
+		t.Fatalf("cat: %+v %v", e, err)
+	}
+	if e, err := c.Wait(ctx(t), "late"); err != nil || !e.TimedOut {
+		t.Fatalf("the timeout after restores: %+v %v", e, err)
 	}
 }
 

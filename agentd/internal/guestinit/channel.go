@@ -1,6 +1,7 @@
 package guestinit
 
 import (
+	"errors"
 	"syscall"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
@@ -10,7 +11,7 @@ import (
 func (a *agent) readChannel() {
 	for range readsPerTurn {
 		n, err := read(a.cfg.In, a.dec.Space())
-		if err == syscall.EAGAIN {
+		if errors.Is(err, syscall.EAGAIN) {
 			return
 		}
 		if err != nil || n == 0 {
@@ -60,7 +61,7 @@ func (a *agent) flush() bool {
 		}
 		n, err := write(a.cfg.Out, a.out[a.outAt:])
 		a.outAt += n
-		if err == syscall.EAGAIN {
+		if errors.Is(err, syscall.EAGAIN) {
 			if !a.outArmed {
 				a.outArmed = true
 				a.watch(a.cfg.Out, syscall.EPOLLOUT, func(uint32) {})

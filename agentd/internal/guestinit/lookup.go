@@ -1,6 +1,7 @@
 package guestinit
 
 import (
+	"errors"
 	"syscall"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
@@ -75,7 +76,9 @@ func runnable(file, name string) *failure {
 
 // execFailure says what a failed fork or exec means.
 func execFailure(err error, name string) *failure {
-	switch err {
+	var errno syscall.Errno
+	_ = errors.As(err, &errno)
+	switch errno {
 	case syscall.ENOENT:
 		return fail("COMMAND_NOT_RUNNABLE", "the file is there, but the interpreter or loader that it names is not in the image").with("command", name)
 	case syscall.EACCES, syscall.EPERM:

@@ -1,6 +1,7 @@
 package guestinit
 
 import (
+	"errors"
 	"syscall"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
@@ -29,7 +30,7 @@ func (a *agent) readOutput(p *process, i int) {
 func (a *agent) readOnce(p *process, i int) int {
 	o := &p.out[i]
 	n, err := read(o.fd, a.buffer())
-	if err == syscall.EAGAIN {
+	if errors.Is(err, syscall.EAGAIN) {
 		return 0
 	}
 	if err != nil || n == 0 {

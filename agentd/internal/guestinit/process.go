@@ -178,19 +178,25 @@ func (a *agent) environment(m *guestwire.Start, home string) (env []string, path
 func (p *process) pipes(stdin bool, limit int) (theirs []uintptr, err error) {
 	p.stdin.fd, p.out[0].fd, p.out[1].fd = -1, -1, -1
 	var fds [2]int
-	if stdin {
+	p.stdin.closed = !stdin
+	null, err := -1, syscall.ENOENT
+	if !stdin {
+		null, err = openNull()
+	}
+	if err == nil {
+		theirs = append(theirs, uintptr(null))
+	} else {
+		// An image without a null device: a pipe that is at its end reads the same.
 		if err := syscall.Pipe2(fds[:], syscall.O_CLOEXEC); err != nil {
 			return theirs, err
 		}
-		theirs, p.stdin.fd = append(theirs, uintptr(fds[0])), fds[1]
-		_ = syscall.SetNonblock(fds[1], true)
-	} else {
-		p.stdin.closed = true
-		fd, err := syscall.Open("/dev/null", syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
-		if err != nil {
-			return theirs, err
+		theirs = append(theirs, uintptr(fds[0]))
+		if stdin {
+			p.stdin.fd = fds[1]
+			_ = syscall.SetNonblock(fds[1], true)
+		} else {
+			_ = syscall.Close(fds[1])
 		}
-		theirs = append(theirs, uintptr(fd))
 	}
 	for i := range p.out {
 		if err := syscall.Pipe2(fds[:], syscall.O_CLOEXEC); err != nil {

@@ -1,6 +1,7 @@
 package guestinit
 
 import (
+	"errors"
 	"syscall"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
@@ -93,7 +94,7 @@ func (a *agent) writeStdin(p *process) {
 	for s.fd >= 0 && len(s.pending) > 0 {
 		n, err := write(s.fd, s.pending)
 		s.pending = s.pending[n:]
-		if err == syscall.EAGAIN {
+		if errors.Is(err, syscall.EAGAIN) {
 			if !s.armed {
 				s.armed = true
 				a.watch(s.fd, syscall.EPOLLOUT, func(uint32) { a.stdinWritable(p) })

@@ -97,12 +97,18 @@ func write(fd int, b []byte) (int, error) {
 	}
 }
 
+// readFile reads a regular file up to a limit. The image says what is at path: it must not be able
+// to make init wait.
 func readFile(path string, limit int) ([]byte, error) {
-	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_NONBLOCK|syscall.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { _ = syscall.Close(fd) }()
+	var st syscall.Stat_t
+	if err := syscall.Fstat(fd, &st); err != nil || st.Mode&syscall.S_IFMT != syscall.S_IFREG {
+		return nil, syscall.EINVAL
+	}
 	var out []byte
 	buf := make([]byte, 4096)
 	for len(out) < limit {
@@ -145,6 +151,21 @@ func replaceFile(dir, name, content string, mode uint32) error {
 		_ = syscall.Unlink(tmp)
 	}
 	return err
+}
+
+// openNull opens the null device, if that is what the image has there.
+func openNull() (int, error) {
+	fd, err := syscall.Open("/dev/null", syscall.O_RDONLY|syscall.O_NONBLOCK|syscall.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, err
+	}
+	var st syscall.Stat_t
+	if err := syscall.Fstat(fd, &st); err != nil || st.Mode&syscall.S_IFMT != syscall.S_IFCHR {
+		_ = syscall.Close(fd)
+		return -1, syscall.ENODEV
+	}
+	_ = syscall.SetNonblock(fd, false)
+	return fd, nil
 }
 
 func mkdirAll(dir string) error {

@@ -26,7 +26,7 @@ func lookupUser(spec string, passwd, group []byte) (account, *failure) {
 		}
 		fuid, ok1 := atoi(f[2])
 		fgid, ok2 := atoi(f[3])
-		if !ok1 || !ok2 || (f[0] != user && !(numeric && fuid == uid)) {
+		if !ok1 || !ok2 || (f[0] != user && (!numeric || fuid != uid)) {
 			return true
 		}
 		found, name, acc.home = true, f[0], f[5]
