@@ -40,8 +40,10 @@ func NodeAddr(i int) string { return fmt.Sprintf("10.88.0.%d", 10+i) }
 // it by anyone, agentd for example, is removed with the stack.
 func Prefix(id string) string { return "dm-" + id + "-" }
 
-// HubPath and NodePath are the files that stand for the namespaces.
+// HubPath is the file that stands for the hub.
 func HubPath(id string) string { return filepath.Join(namedDir, Prefix(id)+"hub") }
+
+// NodePath is the file that stands for node i.
 func NodePath(id string, i int) string {
 	return filepath.Join(namedDir, fmt.Sprintf("%sn%d", Prefix(id), i))
 }

@@ -135,7 +135,7 @@ func Up(ctx context.Context, opts Options) (_ *Stack, err error) {
 	if err := fabric.Create(s.ID, s.Nodes); err != nil {
 		return nil, err
 	}
-	if err := s.writeRegistryFiles(opts.RegistryPassword); err != nil {
+	if err := errors.Join(s.writeRegistryFiles(opts.RegistryPassword), s.writeIdentities()); err != nil {
 		return nil, err
 	}
 	group, startCtx := errgroup.WithContext(ctx)
@@ -293,7 +293,7 @@ func (s *Stack) Registry() (images.Registry, error) {
 // RegistryPasswordFile is the root-only file with the password of the registry's user.
 func (s *Stack) RegistryPasswordFile() string { return s.path("registry", "password") }
 
-// HubNetns and NodeNetns are the namespaces the parts run in.
+// HubNetns is the network namespace of the hub.
 func (s *Stack) HubNetns() string { return fabric.HubPath(s.ID) }
 
 // NodeNetns is the network namespace of node i.

@@ -6,6 +6,7 @@ package stack_test
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"os"
@@ -19,6 +20,8 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/pkg/apikey"
+	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/test/fabric"
 	"github.com/dormouse-run/dormouse/test/images"
 	"github.com/dormouse-run/dormouse/test/stack"
@@ -83,6 +86,7 @@ func TestStack(t *testing.T) {
 	t.Run("redis pauses", func(t *testing.T) { redisPauses(t, s) })
 	t.Run("registry", func(t *testing.T) { registryServes(t, s) })
 	t.Run("nothing listens outside", func(t *testing.T) { nothingListens(t, s) })
+	t.Run("identities", func(t *testing.T) { identitiesFit(t, s) })
 	t.Run("a node's containerd comes back", func(t *testing.T) {
 		if err := s.KillContainerd(t.Context(), 2); err != nil {
 			t.Fatal(err)
@@ -157,6 +161,40 @@ func registryServes(t *testing.T, s *stack.Stack) {
 	to.Password = "wrong"
 	if _, err := to.Push(t.Context(), "test/hello:3", image); err == nil {
 		t.Error("a wrong password was accepted")
+	}
+}
+
+// identitiesFit checks what the daemons will check of each other.
+func identitiesFit(t *testing.T, s *stack.Stack) {
+	for want, files := range map[pki.Identity]pki.Files{
+		{Role: pki.RoleCoordinator, Name: "coordinator-1"}: s.CoordinatorTLS(),
+		{Role: pki.RoleNode, Name: stack.NodeName(2)}:      s.NodeTLS(2),
+	} {
+		pair, err := tls.LoadX509KeyPair(files.Cert, files.Key)
+		if err != nil {
+			t.Errorf("%s: %v", want, err)
+			continue
+		}
+		if got, err := pki.IdentityOf(pair.Leaf); err != nil || got != want {
+			t.Errorf("identity = %s, %v; want %s", got, err, want)
+		}
+	}
+	keyring, err := apikey.OpenKeyring(s.APIKeys(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	operator, err := s.APIKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	user, err := s.NewAPIKey("other")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for key, tenant := range map[string]string{operator: stack.Tenant, user: "other"} {
+		if e, err := keyring.Check(key); err != nil || e.Tenant != tenant {
+			t.Errorf("key of tenant %q, %v; want %s", e.Tenant, err, tenant)
+		}
 	}
 }
 
