@@ -31,7 +31,7 @@ func TestQuiesce(t *testing.T) {
 	go func() { _, err := c.Wait(context.WithoutCancel(ctx(t)), "count"); waited <- err }()
 	for range 3 {
 		must(t, c.Quiesce(ctx(t)))
-		must(t, c.Drained(ctx(t)))
+		must(t, c.Drain(ctx(t)))
 		short, cancel := context.WithTimeout(ctx(t), 50*time.Millisecond)
 		err := c.Ping(short)
 		cancel()
@@ -40,7 +40,7 @@ func TestQuiesce(t *testing.T) {
 		}
 		later := make(chan error, 1)
 		go func() { later <- c.Ping(ctx(t)) }()
-		must(t, c.Drained(ctx(t))) // still nothing in either FIFO
+		must(t, c.Drain(ctx(t))) // still nothing in either FIFO
 		must(t, c.Resume(ctx(t)))
 		must(t, <-later)
 		f.lines(20)

@@ -14,7 +14,7 @@
 //
 //	Quiesce(ctx)    no request leaves any more; the guest has read all and will write nothing
 //	(pause the sandbox)
-//	Drained(ctx)    both FIFOs are empty, so that the image holds no bytes of the channel
+//	Drain(ctx)      both FIFOs are empty, so that the image holds no bytes of the channel
 //	(checkpoint with -leave-running, then resume the sandbox)
 //	Resume(ctx)     requests that waited go out
 //

@@ -96,9 +96,9 @@ func (c *Conn) Quiesce(ctx context.Context) error {
 	return err
 }
 
-// Drained waits until nothing lies in either FIFO. It is for the time between pausing a quiesced
+// Drain waits until nothing lies in either FIFO. It is for the time between pausing a quiesced
 // sandbox and saving it: what lay there would be saved with it, and taken from here.
-func (c *Conn) Drained(ctx context.Context) error {
+func (c *Conn) Drain(ctx context.Context) error {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {

@@ -3,6 +3,7 @@ package guest
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"sync"
 
@@ -86,6 +87,43 @@ func (c *Conn) Output(ctx context.Context, r OutputRequest) (*OutputStream, erro
 		return nil, err
 	}
 	return s, nil
+}
+
+// Tail reads the last bytes of an output, as many as are there up to most, and the offset at which
+// they begin.
+func (c *Conn) Tail(ctx context.Context, process string, which Output, most int) (begins uint64, data []byte, err error) {
+	p, err := c.Get(ctx, process)
+	if err != nil {
+		return 0, nil, err
+	}
+	end := p.StdoutOffset
+	if which == Stderr {
+		end = p.StderrOffset
+	}
+	begins = end - min(end, uint64(max(most, 0)))
+	s, err := c.Output(ctx, OutputRequest{Process: process, Output: which, From: begins, Follow: NoFollow})
+	if err != nil {
+		return 0, nil, err
+	}
+	defer s.Close()
+	for {
+		chunk, err := s.Next(ctx)
+		switch {
+		case errors.Is(err, io.EOF):
+			return begins, data, nil
+		case err != nil:
+			return 0, nil, err
+		case chunk.Gap > 0: // overwritten meanwhile: what was read before it is no tail
+			data = nil
+		}
+		if len(data) == 0 {
+			begins = chunk.Offset
+		}
+		data = append(data, chunk.Data...)
+		if over := len(data) - most; over > 0 {
+			data, begins = data[over:], begins+uint64(over)
+		}
+	}
 }
 
 func (s *OutputStream) deliver(t guestwire.Type, payload []byte) {

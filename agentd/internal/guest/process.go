@@ -207,6 +207,18 @@ func (c *Conn) List(ctx context.Context) ([]Process, error) {
 	}
 }
 
+// Get returns one process; PROCESS_NOT_FOUND when guest init does not know it.
+func (c *Conn) Get(ctx context.Context, id string) (Process, error) {
+	var reply guestwire.Listed
+	if err := c.roundTrip(ctx, &guestwire.List{ProcessID: id}, &reply); err != nil {
+		return Process{}, err
+	}
+	if len(reply.Processes) != 1 || reply.Processes[0].ProcessID != id {
+		return Process{}, errs.New(errs.InternalError, "guest init answered for another process")
+	}
+	return processOf(&reply.Processes[0]), nil
+}
+
 // Run starts a process, hands its output to sink as it comes (from two goroutines, one for each
 // output) and returns how it ended, after all it wrote itself was handed over. The process is
 // returned whenever it is known to be started, also with an error; it is not ended by one.

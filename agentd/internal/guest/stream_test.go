@@ -121,7 +121,18 @@ func TestRingTellsItsGap(t *testing.T) {
 			t.Fatalf("beyond the end: %v", err)
 		}
 	}
+	for most, want := range map[int]int{16: 16, 0: 0, 1 << 20: 64 << 10} {
+		if at, data, err := c.Tail(ctx(t), "pour", Stdout, most); err != nil || len(data) != want || at != uint64(3_000_000-want) {
+			t.Fatalf("tail of %d: %d bytes at %d, %v", most, len(data), at, err)
+		}
+	}
+	if p, err := c.Get(ctx(t), "pour"); err != nil || p.Exit == nil || p.StdoutOffset != 3_000_000 {
+		t.Fatalf("get: %+v %v", p, err)
+	}
 	must(t, c.Forget(ctx(t), "pour"))
+	if _, err := c.Get(ctx(t), "pour"); !errs.Has(err, errs.ProcessNotFound) {
+		t.Fatalf("get of a forgotten one: %v", err)
+	}
 	if _, err := c.Wait(ctx(t), "pour"); !errs.Has(err, errs.ProcessNotFound) {
 		t.Fatalf("forgotten: %v", err)
 	}

@@ -132,7 +132,7 @@ func (a *agent) request(t guestwire.Type, stream uint32, payload []byte) (guestw
 	case guestwire.TypeStart:
 		return with(payload, func(m *guestwire.Start) (guestwire.Message, *failure) { return a.start(m, hash(payload)) })
 	case guestwire.TypeList:
-		return a.list(stream), nil
+		return with(payload, func(m *guestwire.List) (guestwire.Message, *failure) { return a.list(stream, m) })
 	case guestwire.TypeSignal:
 		return with(payload, a.signal)
 	case guestwire.TypeWait:

@@ -380,8 +380,16 @@ func (p *process) info() guestwire.ProcessInfo {
 }
 
 // list answers in parts of one frame's size or a little more.
-func (a *agent) list(stream uint32) guestwire.Message {
+func (a *agent) list(stream uint32, m *guestwire.List) (guestwire.Message, *failure) {
 	part := &guestwire.Listed{}
+	if m.ProcessID != "" {
+		p, err := a.find(m.ProcessID)
+		if err != nil {
+			return nil, err
+		}
+		part.Processes = append(part.Processes, p.info())
+		return part, nil
+	}
 	size := 0
 	for _, p := range a.procs {
 		info := p.info()
@@ -392,5 +400,5 @@ func (a *agent) list(stream uint32) guestwire.Message {
 			part, size = &guestwire.Listed{}, 0
 		}
 	}
-	return part
+	return part, nil
 }

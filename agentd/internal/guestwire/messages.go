@@ -322,12 +322,16 @@ func (m *Exit) fields(c *codec) {
 }
 
 // List asks for the processes that guest init knows, ended ones included.
-type List struct{}
+type List struct {
+	ProcessID string
+}
 
 // Type gives the frame type.
 func (*List) Type() Type { return TypeList }
 
-func (*List) fields(*codec) {}
+func (m *List) fields(c *codec) {
+	c.str(1, &m.ProcessID)
+}
 
 // Listed is a part of the answer; the last part has more = false.
 type Listed struct {

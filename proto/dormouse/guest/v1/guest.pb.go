@@ -1696,7 +1696,9 @@ func (x *Exit) GetStderrOffset() uint64 {
 
 // List asks for the processes that guest init knows, ended ones included.
 type List struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Only this one; PROCESS_NOT_FOUND when it is not known.
+	ProcessId     string `protobuf:"bytes,1,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1729,6 +1731,13 @@ func (x *List) ProtoReflect() protoreflect.Message {
 // Deprecated: Use List.ProtoReflect.Descriptor instead.
 func (*List) Descriptor() ([]byte, []int) {
 	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *List) GetProcessId() string {
+	if x != nil {
+		return x.ProcessId
+	}
+	return ""
 }
 
 // Listed is a part of the answer; the last part has more = false.
@@ -2588,8 +2597,10 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\ftime_unix_ns\x18\x05 \x01(\x04R\n" +
 	"timeUnixNs\x12#\n" +
 	"\rstdout_offset\x18\x06 \x01(\x04R\fstdoutOffset\x12#\n" +
-	"\rstderr_offset\x18\a \x01(\x04R\fstderrOffset\"\x06\n" +
-	"\x04List\"Z\n" +
+	"\rstderr_offset\x18\a \x01(\x04R\fstderrOffset\"%\n" +
+	"\x04List\x12\x1d\n" +
+	"\n" +
+	"process_id\x18\x01 \x01(\tR\tprocessId\"Z\n" +
 	"\x06Listed\x12<\n" +
 	"\tprocesses\x18\x01 \x03(\v2\x1e.dormouse.guest.v1.ProcessInfoR\tprocesses\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\"S\n" +
