@@ -164,12 +164,19 @@ func (m *Manager) List() ([]string, error) {
 	return ids, nil
 }
 
-// RemoveParent removes the parent itself once no group is left in it. Idempotent.
+// RemoveParent removes the parent itself once no group is left in it, and what of the path above it is
+// empty then. Idempotent.
 func (m *Manager) RemoveParent() error {
 	var all []error
 	for _, mount := range m.mounts() {
 		if err := rmdir(filepath.Join(mount, m.parent)); err != nil {
 			all = append(all, err)
+			continue
+		}
+		for above := filepath.Dir(m.parent); above != "/"; above = filepath.Dir(above) {
+			if err := rmdir(filepath.Join(mount, above)); err != nil {
+				break // another node instance's, or not empty for a reason of its own
+			}
 		}
 	}
 	return errors.Join(all...)

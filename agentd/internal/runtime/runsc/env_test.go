@@ -52,11 +52,15 @@ type guest struct{ in, out *os.File }
 
 func newEnv(t *testing.T) *testEnv {
 	t.Helper()
+	return newEnvOn(t, "")
+}
+
+// newEnvOn makes the environment with the hierarchies of a mount table, the machine's when it is empty.
+func newEnvOn(t *testing.T, mountinfo string) *testEnv {
+	t.Helper()
 	dir := t.TempDir()
-	cg, err := cgroup.Open(cgroup.Options{Parent: "/dormouse/" + filepath.Base(filepath.Dir(dir)) + "-" + strconv.Itoa(os.Getpid())})
-	if err != nil {
-		t.Fatal(err)
-	}
+	cg, err := cgroup.Open(cgroup.Options{Parent: "/dormouse/" + filepath.Base(filepath.Dir(dir)) + "-" + strconv.Itoa(os.Getpid()), Mountinfo: mountinfo})
+	must(t, err)
 	e := &testEnv{
 		dir: dir, cgroups: cg, pool: network.NewPool(network.Options{Size: 2}), guests: make(map[string]*guest),
 		bundle: runtime.Bundle{Digest: "sha256:test", Dir: filepath.Join(dir, "bundle")},
@@ -80,7 +84,7 @@ func newEnv(t *testing.T) *testEnv {
 	}
 	must(t, os.Chmod(filepath.Join(root, "tmp"), 0o1777))
 	must(t, os.WriteFile(filepath.Join(root, "bin/busybox"), busybox, 0o755))
-	for _, name := range strings.Fields("sh head od tr cat ls df dd rm mkdir id hostname nc sleep ulimit stat grep mv") {
+	for _, name := range strings.Fields("sh head od tr cat ls df dd rm mkdir id hostname nc sleep stat grep mv mkfifo") {
 		must(t, os.Symlink("busybox", filepath.Join(root, "bin", name)))
 	}
 	mkErofs(t, e.rootfs, root)

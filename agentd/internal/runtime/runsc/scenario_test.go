@@ -272,7 +272,9 @@ func TestOutOfMemoryIsTold(t *testing.T) {
 func TestLoopbackSurvives(t *testing.T) {
 	n := newNode(t)
 	cfg := n.start(t, nil)
-	n.mustSh(t, cfg.ID, "mkfifo /up 2>/dev/null || busybox mkfifo /up; nc -l -p 7000 </up >/got & while ! nc -z 127.0.0.1 7001 2>/dev/null; do (busybox mkfifo /down; nc 127.0.0.1 7000 </down >/back &) ; break; done; exec 7<>/up 8<>/down; echo hello >&8; while ! grep -q hello /got; do sleep 0.01; done")
+	n.mustSh(t, cfg.ID, "mkfifo /up; mkfifo /down; exec 7<>/up 8<>/down; >/got; nc -l -p 7000 <&7 >/got & "+
+		"while ! nc 127.0.0.1 7000 <&8 >/back; do sleep 0.01; done & "+
+		"echo hello >&8; while ! grep -q hello /got; do sleep 0.01; done")
 	dir := n.save(t, cfg.ID, true)
 	fork, err := n.restore(t, cfg, dir, nil)
 	must(t, err)

@@ -5,6 +5,9 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -148,12 +151,42 @@ func (d *Driver) killProcess(rec record) error {
 			all = append(all, p.Signal(unix.SIGKILL), p.Close())
 		}
 	}
+	if rec.Pid == 0 {
+		// An agent died while it started the sandbox: its runsc may still be at it, outside the group.
+		all = append(all, d.killStarting(rec.ID))
+	}
 	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
 		all = append(all, err)
 	} else {
 		all = append(all, g.Kill())
 	}
 	return errors.Join(all...)
+}
+
+// killStarting kills every runsc of this driver's folder that is called for the sandbox.
+func (d *Driver) killStarting(id string) error {
+	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return errs.Wrap(err, errs.InternalError, "list the processes: %v", err)
+	}
+	for _, file := range files {
+		data, err := os.ReadFile(file)
+		if err != nil {
+			continue // it has ended
+		}
+		args := strings.Split(strings.TrimRight(string(data), "\x00"), "\x00")
+		if !slices.Contains(args, "--root="+d.state) || args[len(args)-1] != id {
+			continue
+		}
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file)))
+		if err != nil || pid == os.Getpid() {
+			continue
+		}
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
+			return errs.Wrap(err, errs.InternalError, "kill the unfinished start of sandbox %s (process %d): %v", id, pid, err)
+		}
+	}
+	return nil
 }
 
 // Delete implements runtime.Driver.
