@@ -3,7 +3,6 @@ package reconcile
 import (
 	"bufio"
 	"context"
-	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -151,7 +150,7 @@ func Examine(ctx context.Context, s Sources, p Purger, fix bool) ([]Result, map[
 			r := &results[i]
 			r.Fixed = r.Fixable && r.Err == nil && !slices.ContainsFunc(left, func(f Finding) bool { return f.Kind == r.Kind && f.Name == r.Name })
 			if r.Fixable && r.Err == nil && !r.Fixed {
-				r.Err = errors.New("it is still there")
+				r.Err = errs.New(errs.InternalError, "it is still there")
 			}
 		}
 	}

@@ -64,7 +64,7 @@ func (c *Commands) Do(ctx context.Context, cmd Command, run func(ctx context.Con
 	if cmd.ID == "" || len(cmd.ID) > 256 {
 		return nil, errs.New(errs.InvalidField, "a command needs an id of 1 to 256 bytes").With("field", "command.command_id")
 	}
-	if err := c.admit(cmd); err != nil {
+	if err := c.Admit(cmd); err != nil {
 		return nil, err
 	}
 	f, err := c.join(ctx, cmd, run)
@@ -79,8 +79,8 @@ func (c *Commands) Do(ctx context.Context, cmd Command, run func(ctx context.Con
 	}
 }
 
-// admit persists a newer coordinator's epoch before anything is done in its name.
-func (c *Commands) admit(cmd Command) error {
+// Admit checks the epochs alone; it persists a newer coordinator's epoch before anything is done in its name.
+func (c *Commands) Admit(cmd Command) error {
 	if err := c.store.AdmitCoordinator(cmd.Coordinator); err != nil {
 		return err
 	}

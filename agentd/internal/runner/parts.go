@@ -113,6 +113,9 @@ type Identity struct {
 	SecretEnv map[string]string
 }
 
+// MainID is the process id of the main command.
+const MainID = "main"
+
 // Main is the sandbox's own command.
 type Main struct {
 	Argv []string

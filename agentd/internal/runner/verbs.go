@@ -286,7 +286,7 @@ func (o *owner) mustRun() error {
 
 // mainOf says which command the sandbox runs, if any, and the defaults of its processes.
 func mainOf(spec sandbox.Spec, img ImageConfig) (*Main, nodestate.Defaults) {
-	d := nodestate.Defaults{Env: mergeEnv(img.Env, spec.Env), User: img.User, Dir: img.WorkingDir}
+	d := nodestate.Defaults{Env: MergeEnv(img.Env, spec.Env), User: img.User, Dir: img.WorkingDir}
 	if spec.User != "" {
 		d.User = spec.User
 	}
@@ -305,8 +305,8 @@ func mainOf(spec sandbox.Spec, img ImageConfig) (*Main, nodestate.Defaults) {
 
 const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// mergeEnv puts the overrides into the base, in the base's order, then by name; PATH is always set.
-func mergeEnv(base []string, over map[string]string) []string {
+// MergeEnv puts the overrides into the base, in the base's order, then by name; PATH is always set.
+func MergeEnv(base []string, over map[string]string) []string {
 	left := maps.Clone(over)
 	out := make([]string, 0, len(base)+len(over)+1)
 	hasPath := false
