@@ -26,6 +26,7 @@ import (
 	"context"
 	"errors"
 	"io/fs"
+	"math"
 	"os"
 	"runtime"
 	"syscall"
@@ -68,8 +69,13 @@ type Options struct {
 	MountNS string
 }
 
-// New makes a launcher and makes this process a child subreaper. Close releases it.
+// New makes a launcher, makes this process a child subreaper and closes what it inherited to its own
+// commands: a descriptor, and a lock on it, that the agent's starter left open goes no further. Close
+// releases the launcher.
 func New(opts Options) (*Launcher, error) {
+	if err := unix.CloseRange(3, math.MaxInt32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return nil, errs.Wrap(err, errs.InternalError, "keep inherited descriptors from sandboxes: %v", err)
+	}
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "become the parent of orphaned sandboxes: %v", err)
 	}
