@@ -106,12 +106,17 @@ func (s *Stack) endSandboxes(ctx context.Context) error {
 	})
 }
 
-// endMarked ends the processes that carry the stack's id in their environment.
+// endMarked ends the processes that carry the stack's id in their environment, and
+// Redis, which overwrites its environment with a title: that names its socket.
 func (s *Stack) endMarked(ctx context.Context) error {
-	want := []byte("\x00" + marker + s.ID + "\x00")
-	return s.endWhere(ctx, "environ", func(environ []byte) bool {
-		return bytes.Contains(slices.Concat([]byte{0}, environ), want)
-	})
+	mark := []byte("\x00" + marker + s.ID + "\x00")
+	title := []byte("unixsocket:" + s.RedisSocket())
+	return errors.Join(
+		s.endWhere(ctx, "environ", func(environ []byte) bool {
+			return bytes.Contains(slices.Concat([]byte{0}, environ), mark)
+		}),
+		s.endWhere(ctx, "cmdline", func(cmdline []byte) bool { return bytes.Contains(cmdline, title) }),
+	)
 }
 
 // endWhere ends the processes whose file in /proc says so, until there is none:

@@ -50,25 +50,36 @@ func ownBase(t *testing.T) {
 	}
 	t.Setenv("DORMOUSE_STACKS", base)
 	t.Cleanup(func() {
+		if left, err := stack.Indexed(); err != nil || len(left) > 0 {
+			t.Errorf("%d stacks are left (%v), so %s is, too", len(left), err, base)
+			return
+		}
 		if err := os.RemoveAll(base); err != nil {
 			t.Error(err)
 		}
 	})
 }
 
-func TestStack(t *testing.T) {
-	ownBase(t)
-	s, err := stack.Up(t.Context(), stack.Options{Nodes: 2, RegistryUser: "puller", RegistryPassword: "secret", Logf: t.Logf})
+// up starts a stack that the test ends itself; if it does not come to that, the
+// stack is ended after it. Ending one twice is no error.
+func up(t *testing.T, opts stack.Options) *stack.Stack {
+	t.Helper()
+	opts.Logf = t.Logf
+	s, err := stack.Up(t.Context(), opts)
 	if err != nil {
 		t.Fatal(err)
 	}
-	down := func() {
-		t.Helper()
+	t.Cleanup(func() {
 		if err := s.Down(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
 		}
-	}
-	t.Cleanup(down)
+	})
+	return s
+}
+
+func TestStack(t *testing.T) {
+	ownBase(t)
+	s := up(t, stack.Options{Nodes: 2, RegistryUser: "puller", RegistryPassword: "secret"})
 
 	t.Run("another owner is refused", func(t *testing.T) {
 		other, err := stack.Open(s.Dir)
@@ -99,7 +110,9 @@ func TestStack(t *testing.T) {
 		}
 	})
 
-	down()
+	if err := s.Down(t.Context()); err != nil {
+		t.Error(err)
+	}
 	nothingLeft(t, s)
 }
 
@@ -317,10 +330,7 @@ func TestAbandonedStackIsEnded(t *testing.T) {
 // A kept stack survives a sweep and its owner, and can be ended by anyone.
 func TestKeptStack(t *testing.T) {
 	ownBase(t)
-	s, err := stack.Up(t.Context(), stack.Options{Logf: t.Logf})
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := up(t, stack.Options{})
 	if err := s.Keep(); err != nil {
 		t.Fatal(err)
 	}
