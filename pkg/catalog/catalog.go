@@ -24,7 +24,7 @@
 // Between sending a commit and reading its reply the outcome is unknown to the caller, never to
 // the store. Settle resolves it: it returns the receipt, or makes certain that this attempt
 // is never applied later (a script may sit in the socket of a stopped server). A commit without an
-// ID cannot be settled; its revisions still keep it from being applied twice.
+// ID cannot be settled; the commit queue gives one to every commit.
 package catalog
 
 import (
@@ -137,6 +137,9 @@ type Commit struct {
 	// Minted is when the ID was made. An ID without a receipt that is older than the receipts' life is
 	// OPERATION_EXPIRED: it may have been applied. Zero is not checked.
 	Minted time.Time
+	// Transient receipts live for TransientLife only. The commit queue uses them to settle commits
+	// that are not a client's operation.
+	Transient bool
 	// Attempt names this sending of the commit, for Settle. The commit queue sets it.
 	Attempt string
 

@@ -33,6 +33,8 @@ const (
 	MaxCounter = 1<<53 - 1
 	// VoidLife is how long a voided attempt stays void.
 	VoidLife = 24 * time.Hour
+	// TransientLife is how long the receipt of a transient commit lives.
+	TransientLife = 10 * time.Minute
 )
 
 // String gives tenant/kind/uid.

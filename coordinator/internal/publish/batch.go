@@ -22,6 +22,7 @@ const (
 type item struct {
 	commit catalog.Commit
 	state  atomic.Int32
+	sentAt time.Time
 	left   atomic.Bool // the caller's budget ended: nobody waits for the answer
 	answer chan answer // holds one
 }
@@ -56,7 +57,20 @@ func (q *Queue) submit(ctx context.Context, c catalog.Commit) (catalog.Result, e
 	}
 	it.left.Store(true)
 	e := errs.From(ctx.Err())
-	return catalog.Result{}, e.WithOutcome(errs.Unknown, errs.SameOperation).WithRequest("", c.ID)
+	return catalog.Result{}, e.WithOutcome(errs.Unknown, errs.SameOperation).WithRequest("", it.operation())
+}
+
+// operation is the ID that the caller knows.
+func (it *item) operation() string {
+	if it.commit.Transient {
+		return ""
+	}
+	return it.commit.ID
+}
+
+// hopeless tells that an item is not to be settled: nobody waits, or its receipt may have expired.
+func (it *item) hopeless() bool {
+	return it.left.Load() || it.commit.Transient && time.Since(it.sentAt) > catalog.TransientLife/2
 }
 
 // send is the batcher: one batch is in flight, and what arrives meanwhile makes the next one.
@@ -94,13 +108,13 @@ func (q *Queue) sendBatch(batch []*item) {
 		return
 	}
 	commits := make([]catalog.Commit, len(batch))
+	began := time.Now()
 	for i, it := range batch {
-		commits[i] = it.commit
+		commits[i], it.sentAt = it.commit, began
 	}
 	q.metrics.batch.Observe(float64(len(batch)))
 	ctx, cancel := context.WithTimeout(q.ctx, q.o.Reply)
 	defer cancel()
-	began := time.Now()
 	results, err := q.o.Store.Commit(ctx, commits)
 	q.metrics.seconds.Observe(time.Since(began).Seconds())
 	switch {
@@ -133,15 +147,15 @@ func (q *Queue) answer(it *item, r catalog.Result) {
 // settle resolves the commits of a batch whose reply was lost, for as long as their callers wait. It
 // runs beside the batcher, since others need not wait for it.
 func (q *Queue) settle(batch []*item) {
-	var lost error = errs.New(errs.ReplyLost, "the store's reply was lost and its receipts cannot be read; ask again with the same operation id to learn the outcome")
+	lost := errs.New(errs.ReplyLost, "the store's reply was lost and its receipts cannot be read; ask again with the same operation id to learn the outcome")
 	pause := 10 * time.Millisecond
 	for len(batch) > 0 {
 		var open []*item
 		reached := true
 		for _, it := range batch {
 			switch {
-			case it.commit.ID == "" || it.left.Load() || q.ctx.Err() != nil:
-				q.settled(it, "unresolved", catalog.Result{}, errs.From(lost).WithRequest("", it.commit.ID))
+			case it.hopeless() || q.ctx.Err() != nil:
+				q.settled(it, "unresolved", catalog.Result{}, lost.WithRequest("", it.operation()))
 			case !reached || !q.settleOne(it):
 				reached = false
 				open = append(open, it)

@@ -18,7 +18,9 @@
 //   - A batch whose error is certain to precede the script fails its commits with not_started and
 //     leaves nothing behind. Any other error makes each of them unknown: it is settled, and only an
 //     attempt that is proven never to be applied is built and sent again.
-//   - A commit without an ID has no receipt: a lost reply is reported as REPLY_LOST.
+//   - A commit without an ID gets one of the queue's own, with a receipt that lives just long enough
+//     to settle a lost reply.
+//   - An outcome that cannot be settled while the caller waits is reported as unknown.
 //   - The caller's context is its budget. Options.Reply only says when to begin to ask for receipts.
 //
 // # Lock order
@@ -53,7 +55,7 @@ type Store interface {
 
 // Build makes a commit from what the reader says now. It may be called several times; its effects are
 // the returned commit and nothing else. Its error ends the publication and is returned as it is.
-type Build func(ctx context.Context, read catalog.Reader) (catalog.Commit, error)
+type Build = func(ctx context.Context, read catalog.Reader) (catalog.Commit, error)
 
 // Operation identifies a client's request for PublishOperation.
 type Operation struct {
@@ -176,6 +178,9 @@ func (q *Queue) Publish(ctx context.Context, build Build) (catalog.Result, error
 			return catalog.Result{}, notStarted(err)
 		}
 		c.Attempt = uuid.NewString()
+		if c.ID == "" {
+			c.ID, c.Tenant, c.Transient = "~"+c.Attempt, catalog.SystemTenant, true
+		}
 		r, err := q.submit(ctx, c)
 		if err == nil {
 			return r, nil

@@ -266,9 +266,13 @@ func (s *Store) write(c *catalog.Commit) catalog.Result {
 		change.Items = append(change.Items, catalog.ChangedRecord{Key: d.Key, Revision: d.ExpectRevision, Node: old.Node, Deleted: true})
 	}
 	if c.ID != "" {
-		s.receipts[receiptKey{c.Tenant, c.ID}] = catalog.Receipt{
-			Tenant: c.Tenant, ID: c.ID, Digest: c.Digest, Seq: s.seq, Revisions: maps.Clone(revisions), Result: slices.Clone(c.Result), At: now,
+		life := s.retention.Receipts
+		if c.Transient {
+			life = min(life, catalog.TransientLife)
 		}
+		s.receipts[receiptKey{c.Tenant, c.ID}] = heldReceipt{expires: now.Add(life), Receipt: catalog.Receipt{
+			Tenant: c.Tenant, ID: c.ID, Digest: c.Digest, Seq: s.seq, Revisions: maps.Clone(revisions), Result: slices.Clone(c.Result), At: now,
+		}}
 	}
 	s.log = append(s.log, change)
 	if extra := len(s.log) - int(s.retention.Changes); extra > 0 {

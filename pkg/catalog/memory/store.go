@@ -31,6 +31,11 @@ type scope struct {
 
 type receiptKey struct{ tenant, id string }
 
+type heldReceipt struct {
+	catalog.Receipt
+	expires time.Time
+}
+
 // Store is a catalog.Store. Its lock is held for map operations only.
 type Store struct {
 	retention   catalog.Retention
@@ -42,7 +47,7 @@ type Store struct {
 	records  map[catalog.Key]catalog.Record
 	names    map[scope]map[string]string
 	holders  map[catalog.Key]map[catalog.Key]catalog.RefMode
-	receipts map[receiptKey]catalog.Receipt
+	receipts map[receiptKey]heldReceipt
 	voids    map[string]time.Time
 	tombs    map[catalog.Key]catalog.Tombstone
 	log      []catalog.Change
@@ -64,7 +69,7 @@ func New(o Options) *Store {
 		retention: o.Retention.WithDefaults(), now: o.Now, incarnation: uuid.NewString(),
 		records: make(map[catalog.Key]catalog.Record), names: make(map[scope]map[string]string),
 		holders:  make(map[catalog.Key]map[catalog.Key]catalog.RefMode),
-		receipts: make(map[receiptKey]catalog.Receipt), voids: make(map[string]time.Time),
+		receipts: make(map[receiptKey]heldReceipt), voids: make(map[string]time.Time),
 		tombs: make(map[catalog.Key]catalog.Tombstone), sessions: make(map[string]fence.Epoch),
 		grown: make(chan struct{}),
 	}
@@ -211,10 +216,11 @@ func (s *Store) Receipt(ctx context.Context, tenant, id string) (catalog.Receipt
 }
 
 func (s *Store) receipt(tenant, id string) (catalog.Receipt, bool) {
-	r, ok := s.receipts[receiptKey{tenant, id}]
-	if !ok || s.clock().Sub(r.At) > s.retention.Receipts {
+	held, ok := s.receipts[receiptKey{tenant, id}]
+	if !ok || !s.clock().Before(held.expires) {
 		return catalog.Receipt{}, false
 	}
+	r := held.Receipt
 	r.Revisions, r.Result = maps.Clone(r.Revisions), slices.Clone(r.Result)
 	return r, true
 }
@@ -295,7 +301,7 @@ func (s *Store) Compact(ctx context.Context, limit int) (int, error) {
 			n++
 		}
 	}
-	maps.DeleteFunc(s.receipts, func(_ receiptKey, r catalog.Receipt) bool { return now.Sub(r.At) > s.retention.Receipts })
+	maps.DeleteFunc(s.receipts, func(_ receiptKey, r heldReceipt) bool { return !now.Before(r.expires) })
 	maps.DeleteFunc(s.voids, func(_ string, end time.Time) bool { return now.After(end) })
 	return n, nil
 }

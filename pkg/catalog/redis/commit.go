@@ -48,16 +48,19 @@ func lostReply(cause error) error {
 
 // encodeBatch makes the arguments of commit.lua: a flat list of strings, each list in it after its length.
 func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
-	args := make([]any, 0, 5+32*len(sent))
-	args = append(args, string(s.keys), dec(uint64(s.retention.Receipts.Milliseconds())),
-		dec(uint64(s.retention.Tombstones.Milliseconds())), dec(uint64(s.retention.Changes)), dec(uint64(len(sent))))
+	args := make([]any, 0, 4+32*len(sent))
+	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, len(sent))
 	for _, i := range sent {
 		c := &batch[i]
 		var minted int64
 		if !c.Minted.IsZero() {
 			minted = c.Minted.UnixMilli()
 		}
-		args = append(args, c.ID, c.Tenant, c.Digest, minted, c.Attempt,
+		life := s.retention.Receipts
+		if c.Transient {
+			life = min(life, catalog.TransientLife)
+		}
+		args = append(args, c.ID, c.Tenant, c.Digest, minted, life.Milliseconds(), c.Attempt,
 			dec(uint64(c.Owner.Coordinator)), c.Owner.Node, dec(uint64(c.Owner.Session)), c.Result, dec(uint64(len(c.Checks))))
 		for j := range c.Checks {
 			k := &c.Checks[j]

@@ -4,8 +4,8 @@
 --
 -- The format of ARGV is that of encodeBatch; the layout of the keys is in keys.go.
 local call, fmt = redis.call, string.format
-local P, receipt_ms, tomb_ms, maxlen = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local count, pos = tonumber(ARGV[5]), 5
+local P, tomb_ms, maxlen = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local count, pos = tonumber(ARGV[4]), 4
 
 local function take()
   pos = pos + 1
@@ -34,7 +34,8 @@ end
 
 local function parse()
   local c = {
-    id = take(), tenant = take(), digest = take(), minted = tonumber(take()), attempt = take(),
+    id = take(), tenant = take(), digest = take(), minted = tonumber(take()), life = take(),
+    attempt = take(),
     epoch = take(), node = take(), session = take(), result = take(),
     checks = {}, puts = {}, deletes = {}, by_key = {}, names = {}, claims = {},
   }
@@ -256,7 +257,7 @@ local function apply(c)
     end
   end
   if c.attempt ~= '' and call('EXISTS', P .. 'd:' .. c.attempt) == 1 then return { 'ATTEMPT_VOID' } end
-  if c.id ~= '' and c.minted > 0 and now - c.minted > tonumber(receipt_ms) then return { 'OPERATION_EXPIRED' } end
+  if c.id ~= '' and c.minted > 0 and now - c.minted > tonumber(c.life) then return { 'OPERATION_EXPIRED' } end
   refused = first_refusal(c)
   if refused then return refused end
 
@@ -275,7 +276,7 @@ local function apply(c)
   call('XADD', P .. 'log', 'MAXLEN', '~', maxlen, seq .. '-0', 'e', c.epoch, 'i', table.concat(items))
   local all = table.concat(revisions, ';')
   if c.id ~= '' then
-    call('SET', receipt, c.digest .. '\n' .. seq .. '\n' .. now_s .. '\n' .. all .. '\n' .. c.result, 'PX', receipt_ms)
+    call('SET', receipt, c.digest .. '\n' .. seq .. '\n' .. now_s .. '\n' .. all .. '\n' .. c.result, 'PX', c.life)
   end
   return { '', seq, all }
 end

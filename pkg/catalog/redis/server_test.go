@@ -2,8 +2,6 @@ package redis_test
 
 import (
 	"fmt"
-	"io"
-	"net"
 	"strings"
 	"sync"
 	"testing"
@@ -55,52 +53,6 @@ func TestServerThatComesBackForgetfulIsRefused(t *testing.T) {
 	})
 	if _, err := f.Get(t.Context(), catalogtest.Sandbox("s")); !errs.Has(err, errs.StoreNotDurable) {
 		t.Errorf("Get: %v", err)
-	}
-}
-
-func TestPasswordOverTCP(t *testing.T) {
-	const secret = "correct-horse"
-	server := redistest.Start(t, "requirepass", secret)
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return
-			}
-			upstream, err := net.Dial("unix", server.Socket)
-			if err != nil {
-				client.Close()
-				return
-			}
-			for _, pair := range [][2]net.Conn{{client, upstream}, {upstream, client}} {
-				wg.Go(func() {
-					_, _ = io.Copy(pair[0], pair[1])
-					pair[0].Close()
-				})
-			}
-		}
-	})
-	defer wg.Wait()
-	defer listener.Close()
-	for password, want := range map[string]errs.Reason{secret: "", "wrong-horse": errs.StoreUnavailable, "": errs.StoreUnavailable} {
-		s, err := redis.Open(t.Context(), redis.Options{Address: listener.Addr().String(), Password: password})
-		if errs.ReasonOf(err) != want {
-			t.Errorf("password %q: %v", password, err)
-		}
-		if err != nil {
-			if strings.Contains(err.Error(), "horse") || !strings.Contains(err.Error(), "password") {
-				t.Errorf("the error's text: %v", err)
-			}
-			continue
-		}
-		if err := s.Close(); err != nil {
-			t.Error(err)
-		}
 	}
 }
 
