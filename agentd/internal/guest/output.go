@@ -40,6 +40,10 @@ type OutputRequest struct {
 	Output  Output
 	From    uint64
 	Follow  Follow
+	// Hold makes the process wait for this reader instead of overwriting what it has not read, for
+	// as long as the reader gets on: after 10 s without progress it is a reader like others. For
+	// who follows a command and wants all of it, not for logs.
+	Hold bool
 }
 
 // Chunk is a piece of output. Gap bytes before Offset were overwritten before they were read; a
@@ -80,7 +84,7 @@ func (c *Conn) Output(ctx context.Context, r OutputRequest) (*OutputStream, erro
 	}
 	s.stream = stream
 	err = c.send(ctx, stream, &guestwire.OutputOpen{
-		ProcessID: r.Process, Output: uint32(r.Output), FromOffset: r.From, Follow: uint32(r.Follow), Credit: uint32(c.window),
+		ProcessID: r.Process, Output: uint32(r.Output), FromOffset: r.From, Follow: uint32(r.Follow), Credit: uint32(c.window), Hold: r.Hold,
 	})
 	if err != nil {
 		c.unregister(stream)

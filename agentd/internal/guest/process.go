@@ -37,6 +37,9 @@ type StartRequest struct {
 	Main bool
 	// OutputBytes is how much of each output the guest keeps; 0 is 256 KiB, at most 1 MiB.
 	OutputBytes int
+	// HoldOutput makes the process wait, for at most 10 s, when an output has filled what is kept and
+	// nobody has opened it yet. It does not count when two requests are compared.
+	HoldOutput bool
 }
 
 // Process is what guest init knows of one.
@@ -106,6 +109,7 @@ func (c *Conn) Start(ctx context.Context, r StartRequest) (Process, error) {
 	m := &guestwire.Start{
 		ProcessID: r.ID, Args: r.Args, Environment: r.Env, User: r.User, Directory: r.Dir,
 		TimeoutMS: uint64(max(r.Timeout, 0).Milliseconds()), Main: r.Main, OutputBytes: uint32(min(max(r.OutputBytes, 0), 1<<20)),
+		HoldOutput: r.HoldOutput,
 	}
 	if r.Timeout > 0 && m.TimeoutMS == 0 {
 		m.TimeoutMS = 1
@@ -219,10 +223,12 @@ func (c *Conn) Get(ctx context.Context, id string) (Process, error) {
 	return processOf(&reply.Processes[0]), nil
 }
 
-// Run starts a process, hands its output to sink as it comes (from two goroutines, one for each
+// Run starts a process, hands its whole output to sink as it comes (from two goroutines, one for each
 // output) and returns how it ended, after all it wrote itself was handed over. The process is
-// returned whenever it is known to be started, also with an error; it is not ended by one.
+// returned whenever it is known to be started, also with an error; it is not ended by one. The
+// process waits for a sink that is slow, but not for one that stands still.
 func (c *Conn) Run(ctx context.Context, r StartRequest, sink func(Output, Chunk) error) (Process, Exit, error) {
+	r.HoldOutput = true
 	p, err := c.Start(ctx, r)
 	if err != nil {
 		return Process{}, Exit{}, err
@@ -230,7 +236,7 @@ func (c *Conn) Run(ctx context.Context, r StartRequest, sink func(Output, Chunk)
 	group, gctx := errgroup.WithContext(ctx)
 	for _, which := range []Output{Stdout, Stderr} {
 		group.Go(func() error {
-			s, err := c.Output(gctx, OutputRequest{Process: p.ID, Output: which, Follow: UntilExit})
+			s, err := c.Output(gctx, OutputRequest{Process: p.ID, Output: which, Follow: UntilExit, Hold: true})
 			if err != nil {
 				return err
 			}

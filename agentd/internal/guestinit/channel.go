@@ -130,7 +130,7 @@ func (a *agent) request(t guestwire.Type, stream uint32, payload []byte) (guestw
 		a.closeStream(stream)
 		return nil, nil
 	case guestwire.TypeStart:
-		return with(payload, func(m *guestwire.Start) (guestwire.Message, *failure) { return a.start(m, hash(payload)) })
+		return with(payload, func(m *guestwire.Start) (guestwire.Message, *failure) { return a.start(m) })
 	case guestwire.TypeList:
 		return with(payload, func(m *guestwire.List) (guestwire.Message, *failure) { return a.list(stream, m) })
 	case guestwire.TypeSignal:
@@ -205,7 +205,10 @@ func (a *agent) dropStreams() {
 	for _, p := range a.dirty { // some may be forgotten already
 		p.waits, p.stdin.stream = nil, 0
 	}
-	a.outputs, a.streams = nil, 0
+	for len(a.outputs) > 0 {
+		a.removeOutput(len(a.outputs) - 1)
+	}
+	a.streams = 0
 }
 
 func (a *agent) closeStream(stream uint32) {
@@ -214,8 +217,7 @@ func (a *agent) closeStream(stream uint32) {
 	}
 	for i, o := range a.outputs {
 		if o.stream == stream {
-			a.outputs = append(a.outputs[:i], a.outputs[i+1:]...)
-			a.streams--
+			a.removeOutput(i)
 			return
 		}
 	}

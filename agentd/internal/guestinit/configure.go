@@ -62,7 +62,7 @@ func (a *agent) runHook() string {
 		return ""
 	}
 	m := &guestwire.Start{ProcessID: "on-restore-" + itoa(a.ch.Generation), Args: []string{hook, a.uid}, TimeoutMS: 60_000}
-	if _, err := a.start(m, hash(guestwire.Marshal(m))); err != nil {
+	if _, err := a.start(m); err != nil {
 		return ""
 	}
 	return m.ProcessID

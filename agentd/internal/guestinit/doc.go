@@ -21,6 +21,7 @@
 //
 //   - A process never blocks for ever because nobody reads it: rings overwrite their oldest bytes,
 //     and a reader is told how many it missed.
+//     Only a reader that asks to be waited for is, and only while it gets on (holdLimit).
 //   - A frame of another generation or key than the channel's has no effect.
 //   - What leaves is bounded: replies wait in one buffer, and while it is long no request is
 //     read; output is made into frames only when that buffer is empty.

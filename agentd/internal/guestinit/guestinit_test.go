@@ -162,6 +162,71 @@ func TestEndedProcessesAreBounded(t *testing.T) {
 	}
 }
 
+// TestHeldOutputIsReleased: a process waits for its first reader and for one with hold, and for
+// neither of them for ever.
+func TestHeldOutputIsReleased(t *testing.T) {
+	a := testAgent(t)
+	var err error
+	if a.poll, err = syscall.EpollCreate1(syscall.EPOLL_CLOEXEC); err != nil {
+		t.Fatal(err)
+	}
+	var fds [2]int
+	if err := syscall.Pipe2(fds[:], syscall.O_CLOEXEC|syscall.O_NONBLOCK); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _, _ = syscall.Close(fds[1]), syscall.Close(a.poll) }()
+	p := &process{id: "p", pid: 1 << 30}
+	p.stdin.fd, p.out[1].fd = -1, -1
+	p.out[0] = outPipe{fd: fds[0], ring: ring{limit: 100}, awaited: clock(clockMonotonic) + holdLimit}
+	a.procs["p"], a.byPID[p.pid] = p, p
+	fill := func(n int) {
+		t.Helper()
+		if _, err := write(fds[1], make([]byte, n)); err != nil {
+			t.Fatal(err)
+		}
+		a.readOutput(p, 0)
+	}
+	at := func(end uint64, held bool, what string) {
+		t.Helper()
+		if o := &p.out[0]; o.ring.end != end || o.held != held {
+			t.Fatalf("%s: %d bytes taken, held %v; want %d, %v", what, o.ring.end, o.held, end, held)
+		}
+	}
+	fill(150)
+	at(100, true, "nobody has opened it")
+	if d := a.timeout(); d < 0 || d > 10_000 {
+		t.Fatalf("the loop would sleep %d ms", d)
+	}
+	p.out[0].awaited = clock(clockMonotonic)
+	a.expire()
+	at(100, false, "nobody came in time")
+	a.readOutput(p, 0)
+	at(150, false, "then the oldest are overwritten")
+
+	open := &guestwire.OutputOpen{ProcessID: "p", Output: guestwire.Stdout, FromOffset: 100, Follow: guestwire.FollowUntilEOF, Hold: true}
+	if _, err := a.openOutput(1, open); err != nil {
+		t.Fatal(err)
+	}
+	fill(80)
+	at(200, true, "a reader without credit has 100 bytes unread")
+	a.outputs[0].credit = 60
+	a.pump()
+	at(200, false, "it read")
+	a.readOutput(p, 0)
+	at(230, false, "there is room again")
+	fill(80)
+	at(260, true, "and it is full again")
+	a.outputs[0].moved -= holdLimit
+	a.expire()
+	a.readOutput(p, 0)
+	at(310, false, "the reader stood still")
+	a.closeStream(1)
+	if a.streams != 0 || a.timeout() != -1 {
+		t.Fatalf("%d streams, timeout %d", a.streams, a.timeout())
+	}
+	_ = syscall.Close(fds[0])
+}
+
 // FuzzChannel feeds guest init with bytes from an enemy of the host's. Requests that would act on
 // this machine are left out.
 func FuzzChannel(f *testing.F) {

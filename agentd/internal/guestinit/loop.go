@@ -158,6 +158,16 @@ func (a *agent) timeout() int {
 		if p.deadline != 0 && (nearest == 0 || p.deadline < nearest) {
 			nearest = p.deadline
 		}
+		for i := range p.out {
+			if o := &p.out[i]; o.held && o.awaited != 0 && (nearest == 0 || o.awaited < nearest) {
+				nearest = o.awaited
+			}
+		}
+	}
+	for _, o := range a.outputs {
+		if due := o.moved + holdLimit; o.hold && o.p.out[o.which].held && (nearest == 0 || due < nearest) {
+			nearest = due
+		}
 	}
 	if nearest == 0 {
 		return -1
@@ -168,7 +178,7 @@ func (a *agent) timeout() int {
 
 // expire does what is due.
 func (a *agent) expire() {
-	if a.inRetry == 0 && len(a.byPID) == 0 {
+	if a.inRetry == 0 && len(a.byPID) == 0 && len(a.outputs) == 0 {
 		return
 	}
 	now := clock(clockMonotonic)
@@ -180,6 +190,18 @@ func (a *agent) expire() {
 		if p.deadline != 0 && now >= p.deadline {
 			p.deadline, p.timedOut = 0, true
 			a.signalTree(p, syscall.SIGKILL)
+		}
+		for i := range p.out {
+			if o := &p.out[i]; o.awaited != 0 && now >= o.awaited {
+				o.awaited = 0
+				a.release(p, i)
+			}
+		}
+	}
+	for _, o := range a.outputs {
+		if o.hold && o.p.out[o.which].held && now >= o.moved+holdLimit {
+			o.hold = false
+			a.release(o.p, o.which)
 		}
 	}
 }

@@ -16,20 +16,65 @@ type output struct {
 	follow uint32
 	until  uint64 // with FollowNone
 	credit uint64
+	hold   bool  // the process waits for it
+	moved  int64 // when it last got on
 }
+
+// holdLimit is how long, in nanoseconds, a process waits for a reader that does not read.
+const holdLimit = 10_000_000_000
 
 // readOutput takes what a process wrote, a bounded amount at a time.
 func (a *agent) readOutput(p *process, i int) {
 	for range readsPerTurn {
-		if a.readOnce(p, i) == 0 {
+		room := a.room(p, i)
+		if room <= 0 {
+			p.out[i].held = true
+			a.unwatch(p.out[i].fd)
+			return
+		}
+		if a.readOnce(p, i, room) == 0 {
 			return
 		}
 	}
 }
 
-func (a *agent) readOnce(p *process, i int) int {
+// room is how much may be read of an output before it would overwrite what a reader that the
+// process waits for has not had.
+func (a *agent) room(p *process, i int) int {
+	r := &p.out[i].ring
+	room := pipeMost
+	if p.out[i].awaited != 0 {
+		room = r.limit - r.size
+	}
+	for _, o := range a.outputs {
+		if o.hold && o.p == p && o.which == i {
+			unread := int(r.end - min(max(o.offset, r.start()), r.end))
+			room = min(room, r.limit-unread)
+		}
+	}
+	return room
+}
+
+// release polls an output again that was held.
+func (a *agent) release(p *process, i int) {
+	if o := &p.out[i]; o.held && o.fd >= 0 {
+		o.held = false
+		a.watch(o.fd, syscall.EPOLLIN, func(uint32) { a.readOutput(p, i) })
+	}
+}
+
+// removeOutput ends a stream.
+func (a *agent) removeOutput(at int) {
+	o := a.outputs[at]
+	a.outputs = append(a.outputs[:at], a.outputs[at+1:]...)
+	a.streams--
+	a.release(o.p, o.which)
+}
+
+func (a *agent) readOnce(p *process, i, most int) int {
 	o := &p.out[i]
-	n, err := read(o.fd, a.buffer())
+	b := a.buffer()
+	n, err := read(o.fd, b[:min(len(b), most)])
 	if errors.Is(err, syscall.EAGAIN) {
 		return 0
 	}
@@ -45,7 +90,7 @@ func (a *agent) closeOutput(p *process, i int) {
 	if o := &p.out[i]; o.fd >= 0 {
 		a.unwatch(o.fd)
 		_ = syscall.Close(o.fd)
-		o.fd = -1
+		o.fd, o.held = -1, false
 		o.ring.trim()
 	}
 }
@@ -71,7 +116,10 @@ func (a *agent) openOutput(stream uint32, m *guestwire.OutputOpen) (guestwire.Me
 	}
 	a.outputs = append(a.outputs, &output{
 		stream: stream, p: p, which: which, offset: m.FromOffset, follow: m.Follow, until: end, credit: uint64(m.Credit),
+		hold: m.Hold, moved: clock(clockMonotonic),
 	})
+	p.out[which].awaited = 0
+	a.release(p, which)
 	return nil, nil
 }
 
@@ -102,10 +150,15 @@ func (a *agent) pump() {
 		idle = 0
 		a.send(o.stream, m)
 		if done {
-			a.outputs = append(a.outputs[:a.turn], a.outputs[a.turn+1:]...)
-			a.streams--
-		} else {
-			a.turn++
+			a.removeOutput(a.turn)
+			continue
+		}
+		a.turn++
+		if o.hold {
+			o.moved = clock(clockMonotonic)
+			if o.p.out[o.which].held && a.room(o.p, o.which) >= o.p.out[o.which].ring.limit/4 {
+				a.release(o.p, o.which)
+			}
 		}
 	}
 }

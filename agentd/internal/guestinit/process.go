@@ -38,6 +38,9 @@ type process struct {
 type outPipe struct {
 	fd   int // -1 once closed
 	ring ring
+	held bool // not polled: a reader's unread bytes fill the ring
+	// awaited is until when the first reader is waited for; 0 is not at all.
+	awaited int64
 }
 
 func hash(b []byte) uint64 {
@@ -55,7 +58,10 @@ func (a *agent) find(id string) (*process, *failure) {
 	return nil, fail("PROCESS_NOT_FOUND", "the sandbox has no such process; it was never started, or ended long ago").with("process_id", id)
 }
 
-func (a *agent) start(m *guestwire.Start, body uint64) (guestwire.Message, *failure) {
+func (a *agent) start(m *guestwire.Start) (guestwire.Message, *failure) {
+	content := *m
+	content.HoldOutput = false
+	body := hash(guestwire.Marshal(&content))
 	if p := a.procs[m.ProcessID]; p != nil {
 		if p.body != body {
 			return nil, fail("OPERATION_BODY_MISMATCH", "the process id was used for another command; choose a new one").with("process_id", m.ProcessID)
@@ -147,6 +153,9 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 	}
 	a.procs[p.id], a.byPID[pid] = p, p
 	for i := range p.out {
+		if m.HoldOutput {
+			p.out[i].awaited = clock(clockMonotonic) + holdLimit
+		}
 		a.watch(p.out[i].fd, syscall.EPOLLIN, func(uint32) { a.readOutput(p, i) })
 	}
 	a.lookAgain()
@@ -241,13 +250,19 @@ func (a *agent) reap() {
 
 func (a *agent) finish(p *process, ws syscall.WaitStatus) {
 	for i := range p.out {
+		// What is left in the pipe must not cost a reader that the process waited for.
+		if room := a.room(p, i); room < pipeMost {
+			p.out[i].ring.limit += pipeMost - max(room, 0)
+		}
 		for got := 0; got < pipeMost && p.out[i].fd >= 0; {
-			n := a.readOnce(p, i)
+			n := a.readOnce(p, i, pipeMost-got)
 			if n == 0 {
 				break
 			}
 			got += n
 		}
+		p.out[i].awaited = 0
+		a.release(p, i)
 	}
 	e := &guestwire.Exit{
 		Code: uint32(ws.ExitStatus()) & 0xff, TimedOut: p.timedOut, TimeUnixNS: uint64(clock(clockRealtime)),

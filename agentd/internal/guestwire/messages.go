@@ -243,6 +243,7 @@ type Start struct {
 	Tags        []Tag
 	Main        bool
 	OutputBytes uint32
+	HoldOutput  bool
 }
 
 // Type gives the frame type.
@@ -259,6 +260,7 @@ func (m *Start) fields(c *codec) {
 	messages(c, 8, &m.Tags)
 	c.bool(9, &m.Main)
 	c.u32(10, &m.OutputBytes)
+	c.bool(11, &m.HoldOutput)
 }
 
 // Started is a process that runs, or ran.
@@ -406,6 +408,7 @@ type OutputOpen struct {
 	FromOffset uint64
 	Follow     uint32
 	Credit     uint32
+	Hold       bool
 }
 
 // Type gives the frame type.
@@ -417,6 +420,7 @@ func (m *OutputOpen) fields(c *codec) {
 	c.u64(3, &m.FromOffset)
 	c.u32(4, &m.Follow)
 	c.u32(5, &m.Credit)
+	c.bool(6, &m.Hold)
 }
 
 // OutputData is a piece of an output.

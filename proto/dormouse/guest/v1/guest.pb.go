@@ -1326,7 +1326,10 @@ type Start struct {
 	// The sandbox's own command: gets the secret environment.
 	Main bool `protobuf:"varint,9,opt,name=main,proto3" json:"main,omitempty"`
 	// How much of each output is kept; 0 is 256 KiB.
-	OutputBytes   uint32 `protobuf:"varint,10,opt,name=output_bytes,json=outputBytes,proto3" json:"output_bytes,omitempty"`
+	OutputBytes uint32 `protobuf:"varint,10,opt,name=output_bytes,json=outputBytes,proto3" json:"output_bytes,omitempty"`
+	// Each output is held, as by a reader with hold, until one opens it, for at most 10 s. Not part
+	// of the content that is compared.
+	HoldOutput    bool `protobuf:"varint,11,opt,name=hold_output,json=holdOutput,proto3" json:"hold_output,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1429,6 +1432,13 @@ func (x *Start) GetOutputBytes() uint32 {
 		return x.OutputBytes
 	}
 	return 0
+}
+
+func (x *Start) GetHoldOutput() bool {
+	if x != nil {
+		return x.HoldOutput
+	}
+	return false
 }
 
 // Started is a process that runs, or ran.
@@ -1998,7 +2008,10 @@ type OutputOpen struct {
 	FromOffset uint64                 `protobuf:"varint,3,opt,name=from_offset,json=fromOffset,proto3" json:"from_offset,omitempty"`
 	Follow     OutputFollow           `protobuf:"varint,4,opt,name=follow,proto3,enum=dormouse.guest.v1.OutputFollow" json:"follow,omitempty"`
 	// The first credit.
-	Credit        uint32 `protobuf:"varint,5,opt,name=credit,proto3" json:"credit,omitempty"`
+	Credit uint32 `protobuf:"varint,5,opt,name=credit,proto3" json:"credit,omitempty"`
+	// The process waits when this reader's unread bytes fill the ring, instead of overwriting them,
+	// for as long as the reader goes on: after 10 s without progress it is one like others.
+	Hold          bool `protobuf:"varint,6,opt,name=hold,proto3" json:"hold,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2066,6 +2079,13 @@ func (x *OutputOpen) GetCredit() uint32 {
 		return x.Credit
 	}
 	return 0
+}
+
+func (x *OutputOpen) GetHold() bool {
+	if x != nil {
+		return x.Hold
+	}
+	return false
 }
 
 // OutputData is a piece of an output.
@@ -2559,7 +2579,7 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\vStreamClose\"-\n" +
 	"\x03Tag\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value\"\xc4\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"\xe5\x02\n" +
 	"\x05Start\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\x01 \x01(\tR\tprocessId\x12\x12\n" +
@@ -2573,7 +2593,9 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\x04tags\x18\b \x03(\v2\x16.dormouse.guest.v1.TagR\x04tags\x12\x12\n" +
 	"\x04main\x18\t \x01(\bR\x04main\x12!\n" +
 	"\foutput_bytes\x18\n" +
-	" \x01(\rR\voutputBytes\"_\n" +
+	" \x01(\rR\voutputBytes\x12\x1f\n" +
+	"\vhold_output\x18\v \x01(\bR\n" +
+	"holdOutput\"_\n" +
 	"\aStarted\x128\n" +
 	"\aprocess\x18\x01 \x01(\v2\x1e.dormouse.guest.v1.ProcessInfoR\aprocess\x12\x1a\n" +
 	"\bexisting\x18\x02 \x01(\bR\bexisting\"\xb6\x02\n" +
@@ -2615,7 +2637,7 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\n" +
 	"process_id\x18\x01 \x01(\tR\tprocessId\"5\n" +
 	"\x06Exited\x12+\n" +
-	"\x04exit\x18\x01 \x01(\v2\x17.dormouse.guest.v1.ExitR\x04exit\"\xd6\x01\n" +
+	"\x04exit\x18\x01 \x01(\v2\x17.dormouse.guest.v1.ExitR\x04exit\"\xea\x01\n" +
 	"\n" +
 	"OutputOpen\x12\x1d\n" +
 	"\n" +
@@ -2624,7 +2646,8 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\vfrom_offset\x18\x03 \x01(\x04R\n" +
 	"fromOffset\x127\n" +
 	"\x06follow\x18\x04 \x01(\x0e2\x1f.dormouse.guest.v1.OutputFollowR\x06follow\x12\x16\n" +
-	"\x06credit\x18\x05 \x01(\rR\x06credit\"J\n" +
+	"\x06credit\x18\x05 \x01(\rR\x06credit\x12\x12\n" +
+	"\x04hold\x18\x06 \x01(\bR\x04hold\"J\n" +
 	"\n" +
 	"OutputData\x12\x16\n" +
 	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x10\n" +
