@@ -87,9 +87,8 @@ root_python() {
 
 # debian_sources SUITE: this machine's sources of the suite, one line each.
 debian_sources() {
-	apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
-		awk -v s="$1" -v k=/usr/share/keyrings/debian-archive-keyring.gpg \
-			'$3 == "main" && ($2 == s || $2 == s "-updates" || $2 == s "-security") { print "deb [signed-by=" k "] " $1 " " $2 " main" }'
+	apt_targets | awk -v s="$1" -v k=/usr/share/keyrings/debian-archive-keyring.gpg \
+		'$3 == "main" && ($2 == s || $2 == s "-updates" || $2 == s "-security") { print "deb [signed-by=" k "] " $1 " " $2 " main" }'
 }
 
 mkdir -p "$store"

@@ -84,12 +84,22 @@ apt_fetch() {
 	rm -r "$dir/debs"
 }
 
+# apt_targets: this machine's package sources as apt understands them, whatever
+# their form: address, suite and component, one a line. Apt lists only what it has
+# fetched, so a fresh machine fetches first.
+apt_targets() {
+	list() { apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages'; }
+	if [ -z "$(list)" ]; then
+		(flock 9 && apt_update >&2) 9>"$cache/locks/apt"
+	fi
+	list
+}
+
 # debian_mirror: where this machine gets its main Debian suite from.
 debian_mirror() {
 	local codename uri
 	codename=$(. /etc/os-release && echo "$VERSION_CODENAME")
-	uri=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
-		awk -v r="$codename" '$2 == r && $3 == "main" { print $1; exit }')
+	uri=$(apt_targets | awk -v r="$codename" '$2 == r && $3 == "main" && !seen { print $1; seen = 1 }')
 	[ -n "$uri" ] || die "no apt source for $codename main: add one to the machine's apt sources"
 	echo "$uri"
 }
