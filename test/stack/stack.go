@@ -259,6 +259,10 @@ func (s *Stack) path(elem ...string) string {
 // NodeDir is where all state of node i is.
 func (s *Stack) NodeDir(i int) string { return s.path(fmt.Sprintf("n%d", i)) }
 
+// LayersDir is where the nodes keep images as EROFS files: one folder for all of
+// them, because an image has the same path on every node, and these share a disk.
+func (s *Stack) LayersDir() string { return s.path("layers") }
+
 // RedisSocket is the unix socket of Redis.
 func (s *Stack) RedisSocket() string { return s.path("redis", "redis.sock") }
 
