@@ -39,12 +39,12 @@ const (
 
 // Entry is one key in the file, without its secret.
 type Entry struct {
-	ID      string    `yaml:"id"`
-	Tenant  string    `yaml:"tenant"`
-	Role    Role      `yaml:"role"`
-	SHA256  string    `yaml:"sha256"`
-	Note    string    `yaml:"note,omitempty"`
-	Created time.Time `yaml:"created"`
+	ID      string    `yaml:"id" json:"id"`
+	Tenant  string    `yaml:"tenant" json:"tenant"`
+	Role    Role      `yaml:"role" json:"role"`
+	SHA256  string    `yaml:"sha256" json:"-"`
+	Note    string    `yaml:"note,omitempty" json:"note,omitempty"`
+	Created time.Time `yaml:"created" json:"created"`
 }
 
 // document is the file.

@@ -1,0 +1,61 @@
+package main
+
+import (
+	"io"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/dormouse-run/dormouse/pkg/command"
+)
+
+// completionScripts ask the program itself what may come next. Nothing is completed after "--":
+// those words are the sandbox's.
+var completionScripts = map[string]string{
+	"bash": `_dormouse() {
+    local word="${COMP_WORDS[COMP_CWORD]}" said=("${COMP_WORDS[@]:0:COMP_CWORD}")
+    [[ $word == -* ]] && said+=("$word")
+    mapfile -t COMPREPLY < <(compgen -W "$("${said[@]}" --generate-bash-completion 2>/dev/null)" -- "$word")
+}
+complete -o default -F _dormouse dormouse
+`,
+	"zsh": `#compdef dormouse
+_dormouse() {
+    local -a said answers
+    said=("${(@)words[1,CURRENT-1]}")
+    [[ ${words[CURRENT]} == -* ]] && said+=("${words[CURRENT]}")
+    answers=("${(@f)$("${said[@]}" --generate-bash-completion 2>/dev/null)}")
+    if [[ -n ${answers[1]} ]]; then
+        compadd -- "${answers[@]}"
+    else
+        _files
+    fi
+}
+compdef _dormouse dormouse
+`,
+	"fish": `function __dormouse_next
+    set -l said (commandline -opc)
+    set -l word (commandline -ct)
+    string match -q -- '-*' $word; and set -a said $word
+    command $said --generate-bash-completion 2>/dev/null
+end
+complete -c dormouse -f -a '(__dormouse_next)'
+`,
+}
+
+func completionCommand() *cli.Command {
+	return &cli.Command{
+		Name: "completion", Usage: "print the completion script of a shell", ArgsUsage: "bash|zsh|fish",
+		Description: "bash: source <(dormouse completion bash)\nzsh:  source <(dormouse completion zsh)\nfish: dormouse completion fish | source",
+		BashComplete: func(c *cli.Context) {
+			_, _ = io.WriteString(c.App.Writer, "bash\nzsh\nfish\n") // a shell that went away needs none
+		},
+		Action: func(c *cli.Context) error {
+			script, ok := completionScripts[c.Args().First()]
+			if !ok || c.Args().Len() != 1 {
+				return command.Usage(c, "name a shell: bash, zsh or fish")
+			}
+			_, err := io.WriteString(c.App.Writer, script)
+			return err
+		},
+	}
+}

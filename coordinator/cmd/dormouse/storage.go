@@ -1,0 +1,201 @@
+package main
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/urfave/cli/v2"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/command"
+	"github.com/dormouse-run/dormouse/pkg/config"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+func ageOf(t *timestamppb.Timestamp) string {
+	if t == nil {
+		return ""
+	}
+	return command.Age(now(), t.AsTime())
+}
+
+func snapshotID(s *dormousev1.Snapshot) string { return s.GetMeta().GetUid() }
+
+func snapshotColumns() []command.Column[*dormousev1.Snapshot] {
+	type col = command.Column[*dormousev1.Snapshot]
+	return []col{
+		{Name: "UID", Show: snapshotID},
+		{Name: "NAME", Show: func(s *dormousev1.Snapshot) string { return s.GetMeta().GetName() }},
+		{Name: "PHASE", Show: func(s *dormousev1.Snapshot) string { return command.Enum(s.GetStatus().GetPhase(), "SNAPSHOT_PHASE_") }},
+		{Name: "SOURCE", Show: func(s *dormousev1.Snapshot) string { return s.GetSourceSandboxUid() }},
+		{Name: "SIZE", Show: func(s *dormousev1.Snapshot) string { return config.FormatBytes(s.GetStatus().GetSizeBytes()) }},
+		{Name: "AGE", Show: func(s *dormousev1.Snapshot) string { return ageOf(s.GetMeta().GetCreateTime()) }},
+		{Name: "NODES", Wide: true, Show: func(s *dormousev1.Snapshot) string { return strings.Join(s.GetStatus().GetNodes(), ",") }},
+		{Name: "FREEZE", Wide: true, Show: func(s *dormousev1.Snapshot) string { return s.GetStatus().GetFreeze().AsDuration().String() }},
+		{Name: "IMAGE", Wide: true, Show: func(s *dormousev1.Snapshot) string { return s.GetStatus().GetImage() }},
+		{Name: "RUNTIME", Wide: true, Show: func(s *dormousev1.Snapshot) string { return s.GetStatus().GetRuntimeVersion() }},
+	}
+}
+
+func snapshotCommands() *cli.Command {
+	return &cli.Command{Name: "snapshot", Usage: "list, show and delete snapshots", Subcommands: []*cli.Command{
+		{
+			Name: "ls", Usage: "list snapshots",
+			Flags: callFlags(false,
+				&cli.StringFlag{Name: "source", Usage: "only those of a sandbox, by uid (it may be gone)"},
+				&cli.BoolFlag{Name: "all", Aliases: []string{"a"}, Usage: "deleted ones too"}),
+			Action: action(0, 0, func(c call) error {
+				all, err := client.Collect(c.client.ListSnapshots(c.ctx, &dormousev1.ListSnapshotsRequest{
+					SourceSandboxUid: c.String("source"), IncludeDeleted: c.Bool("all"), PageSize: 500}))
+				if err != nil {
+					return err
+				}
+				return command.List(c.print, all, snapshotID, snapshotColumns())
+			}),
+		},
+		{
+			Name: "get", Usage: "show a snapshot", ArgsUsage: "SNAPSHOT", Flags: callFlags(false),
+			Action: action(1, 1, func(c call) error {
+				s, err := c.client.FindSnapshot(c.ctx, c.Args().First())
+				if err != nil {
+					return err
+				}
+				return command.One(c.print, s.Last, snapshotID, snapshotColumns())
+			}),
+		},
+		{
+			Name: "rm", Usage: "delete snapshots", ArgsUsage: "SNAPSHOT...", Flags: callFlags(true, forceFlag()),
+			Action: action(1, -1, func(c call) error {
+				return removeEach(c, func(ref string) (remover, string, error) {
+					s, err := c.client.FindSnapshot(c.ctx, ref)
+					if err != nil {
+						return nil, "", err
+					}
+					return s, s.UID, nil
+				})
+			}),
+		},
+	}}
+}
+
+func forceFlag() cli.Flag {
+	return &cli.BoolFlag{Name: "force", Aliases: []string{"f"}, Usage: "those that are not there are no error"}
+}
+
+func volumeID(v *dormousev1.Volume) string { return v.GetMeta().GetUid() }
+
+func volumeColumns() []command.Column[*dormousev1.Volume] {
+	type col = command.Column[*dormousev1.Volume]
+	return []col{
+		{Name: "UID", Show: volumeID},
+		{Name: "NAME", Show: func(v *dormousev1.Volume) string { return v.GetMeta().GetName() }},
+		{Name: "PHASE", Show: func(v *dormousev1.Volume) string { return command.Enum(v.GetStatus().GetPhase(), "VOLUME_PHASE_") }},
+		{Name: "NODE", Show: func(v *dormousev1.Volume) string { return v.GetStatus().GetNode() }},
+		{Name: "ACCESS", Show: func(v *dormousev1.Volume) string { return command.Enum(v.GetSpec().GetAccess(), "VOLUME_ACCESS_") }},
+		{Name: "ATTACHED-TO", Show: attachedTo},
+		{Name: "AGE", Show: func(v *dormousev1.Volume) string { return ageOf(v.GetMeta().GetCreateTime()) }},
+		{Name: "LIMIT", Wide: true, Show: limitOf},
+		{Name: "USED", Wide: true, Show: func(v *dormousev1.Volume) string { return config.FormatBytes(v.GetStatus().GetUsageBytes()) }},
+		{Name: "SNAPSHOTS", Wide: true, Show: func(v *dormousev1.Volume) string { return strconv.FormatInt(v.GetStatus().GetSnapshotCount(), 10) }},
+	}
+}
+
+func limitOf(v *dormousev1.Volume) string {
+	if v.GetSpec().GetSizeLimitBytes() == 0 {
+		return "none"
+	}
+	return config.FormatBytes(v.GetSpec().GetSizeLimitBytes())
+}
+
+func attachedTo(v *dormousev1.Volume) string {
+	var uids []string
+	for _, a := range v.GetStatus().GetAttachments() {
+		uids = append(uids, a.GetSandboxUid())
+	}
+	return strings.Join(uids, ",")
+}
+
+func volumeCommands() *cli.Command {
+	return &cli.Command{Name: "volume", Usage: "create, list, show and delete volumes", Subcommands: []*cli.Command{
+		{
+			Name: "create", Usage: "create a volume and print its uid",
+			Flags: callFlags(true, append(metaFlags(),
+				&cli.StringFlag{Name: "size", Usage: "limit, e.g. 10Gi; none without it"},
+				&cli.StringFlag{Name: "node", Usage: "where; any without it"},
+				&cli.StringFlag{Name: "access", Usage: "exclusive or shared-read-only", Value: "exclusive"},
+				&cli.StringFlag{Name: "from", Usage: "copy this volume"})...),
+			Action: action(0, 0, createVolume),
+		},
+		{
+			Name: "ls", Usage: "list volumes", Flags: callFlags(false, &cli.StringFlag{Name: "node", Usage: "only those of a node"}),
+			Action: action(0, 0, func(c call) error {
+				all, err := client.Collect(c.client.ListVolumes(c.ctx, &dormousev1.ListVolumesRequest{Node: c.String("node"), PageSize: 500}))
+				if err != nil {
+					return err
+				}
+				return command.List(c.print, all, volumeID, volumeColumns())
+			}),
+		},
+		{
+			Name: "get", Usage: "show a volume", ArgsUsage: "VOLUME", Flags: callFlags(false),
+			Action: action(1, 1, func(c call) error {
+				v, err := c.client.FindVolume(c.ctx, c.Args().First())
+				if err != nil {
+					return err
+				}
+				return command.One(c.print, v.Last, volumeID, volumeColumns())
+			}),
+		},
+		{
+			Name: "rm", Usage: "delete volumes", ArgsUsage: "VOLUME...", Flags: callFlags(true, forceFlag()),
+			Action: action(1, -1, func(c call) error {
+				return removeEach(c, func(ref string) (remover, string, error) {
+					v, err := c.client.FindVolume(c.ctx, ref)
+					if err != nil {
+						return nil, "", err
+					}
+					return v, v.UID, nil
+				})
+			}),
+		},
+	}}
+}
+
+func createVolume(c call) error {
+	op, err := operationOf(c.Context)
+	if err != nil {
+		return err
+	}
+	labels, err := pairs(c.Context, "label", false)
+	if err != nil {
+		return err
+	}
+	access, ok := dormousev1.VolumeAccess_value["VOLUME_ACCESS_"+strings.ToUpper(strings.ReplaceAll(c.String("access"), "-", "_"))]
+	if !ok || access == 0 {
+		return command.Usage(c.Context, "--access %q: exclusive or shared-read-only", c.String("access"))
+	}
+	spec := &dormousev1.VolumeSpec{Node: c.String("node"), Access: dormousev1.VolumeAccess(access)}
+	if size := c.String("size"); size != "" {
+		if spec.SizeLimitBytes, err = config.ParseBytes(size); err != nil {
+			return command.Usage(c.Context, "--size: %s", err)
+		}
+	}
+	if from := c.String("from"); from != "" {
+		source, err := c.client.FindVolume(c.ctx, from)
+		if err != nil {
+			return err
+		}
+		spec.SourceVolumeUid = source.UID
+	}
+	v, err := c.client.CreateVolume(c.ctx, &dormousev1.CreateVolumeRequest{OperationId: op, Name: c.String("name"), Labels: labels, Spec: spec})
+	if err != nil {
+		return withOperation(err, op)
+	}
+	if !c.print.Table() {
+		return command.One(c.print, v.Last, volumeID, volumeColumns())
+	}
+	_, err = fmt.Fprintln(c.App.Writer, v.UID)
+	return err
+}

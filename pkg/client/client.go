@@ -1,0 +1,149 @@
+// Package client is the Go SDK of Dormouse: handles for sandboxes, processes, snapshots, volumes,
+// images and nodes.
+//
+// Every error is an *errs.Error. Calls are tried again only where the error says that this is safe:
+// mutations always carry an operation id (the caller's, or one made here), so that the server
+// recognises the second attempt. The deadline of the context covers all attempts.
+package client
+
+import (
+	"context"
+	"crypto/tls"
+	"math/rand/v2"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// Bounds of trying again.
+const (
+	maxAttempts  = 4
+	firstBackoff = 100 * time.Millisecond
+	maxMessage   = 64 << 20
+)
+
+// Client talks to a coordinator. It is safe for concurrent use.
+type Client struct {
+	cc *grpc.ClientConn
+
+	sandboxes  dormousev1.SandboxServiceClient
+	processes  dormousev1.ProcessServiceClient
+	snapshots  dormousev1.SnapshotServiceClient
+	volumes    dormousev1.VolumeServiceClient
+	nodes      dormousev1.NodeServiceClient
+	images     dormousev1.ImageServiceClient
+	operations dormousev1.OperationServiceClient
+	events     dormousev1.EventServiceClient
+}
+
+// Dial makes a client. It does not connect: the first call does.
+func Dial(cfg Config, opts ...grpc.DialOption) (*Client, error) {
+	target, local, err := cfg.target()
+	if err != nil {
+		return nil, err
+	}
+	key, err := cfg.key()
+	if err != nil {
+		return nil, err
+	}
+	transport, err := cfg.transport(local)
+	if err != nil {
+		return nil, err
+	}
+	all := append(wire.DialOptions(), grpc.WithTransportCredentials(transport),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage)), grpc.WithDisableServiceConfig())
+	if key != "" {
+		all = append(all, grpc.WithPerRPCCredentials(bearer{key: key, local: local}))
+	}
+	cc, err := grpc.NewClient(target, append(all, opts...)...)
+	if err != nil {
+		return nil, errs.Wrap(err, errs.InvalidField, "the coordinator's address %q cannot be used", cfg.Addr).With("field", "addr")
+	}
+	return New(cc), nil
+}
+
+// New makes a client over a connection that has wire's interceptors.
+func New(cc *grpc.ClientConn) *Client {
+	return &Client{
+		cc: cc, sandboxes: dormousev1.NewSandboxServiceClient(cc), processes: dormousev1.NewProcessServiceClient(cc),
+		snapshots: dormousev1.NewSnapshotServiceClient(cc), volumes: dormousev1.NewVolumeServiceClient(cc),
+		nodes: dormousev1.NewNodeServiceClient(cc), images: dormousev1.NewImageServiceClient(cc),
+		operations: dormousev1.NewOperationServiceClient(cc), events: dormousev1.NewEventServiceClient(cc),
+	}
+}
+
+// Close ends the connection and what runs over it.
+func (c *Client) Close() error { return c.cc.Close() }
+
+func (c Config) transport(local bool) (credentials.TransportCredentials, error) {
+	if local && c.CA == "" {
+		return insecure.NewCredentials(), nil // the socket's file mode guards it
+	}
+	if c.CA == "" {
+		return credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13}), nil
+	}
+	t, err := pki.ClientTLS(pki.Files{CA: c.CA, Cert: c.Cert, Key: c.Key}, nil, pki.RoleCoordinator, "")
+	if err != nil {
+		return nil, errs.Wrap(err, errs.InvalidField, "the TLS files cannot be used: %s", err).With("field", "ca")
+	}
+	return credentials.NewTLS(t), nil
+}
+
+// bearer sends the API key, over TLS or a socket of this machine only.
+type bearer struct {
+	key   string
+	local bool
+}
+
+func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": "Bearer " + b.key}, nil
+}
+
+func (b bearer) RequireTransportSecurity() bool { return !b.local }
+
+// retry calls until it succeeds, or the error does not allow another attempt, or there were enough.
+// Each fn is a read or carries an operation id.
+func retry[T any](ctx context.Context, fn func(context.Context) (T, error)) (T, error) {
+	backoff := firstBackoff
+	for attempt := 1; ; attempt++ {
+		v, err := fn(ctx)
+		if err == nil || attempt == maxAttempts || !again(ctx, err) {
+			return v, err
+		}
+		if sleep(ctx, backoff/2+rand.N(backoff)) != nil {
+			return v, err
+		}
+		backoff *= 3
+	}
+}
+
+// again tells whether the same call may be made again, and whether that makes sense within moments:
+// what is exhausted does not come back so soon, except a queue.
+func again(ctx context.Context, err error) bool {
+	e := errs.From(err)
+	switch {
+	case ctx.Err() != nil || e.Retry == errs.Never || e.Retry == "":
+		return false
+	case e.Code == errs.ResourceExhausted:
+		return e.Reason == errs.QueueFull
+	}
+	return true
+}
+
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}

@@ -1,0 +1,141 @@
+package client
+
+import (
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+// Config says where the coordinator is and who is calling.
+type Config struct {
+	// Addr is https://host:port, or unix:///path for a socket on this machine.
+	Addr string `yaml:"addr"`
+	// APIKey, or the file that has it. Empty where the certificate says who is calling.
+	APIKey     string `yaml:"api_key,omitempty"`
+	APIKeyFile string `yaml:"api_key_file,omitempty"`
+	// CA is a file with Dormouse's own CA: the server must then be a coordinator of it, whatever
+	// host name was dialled. Without it the server is verified by its host name and the system's CAs.
+	CA string `yaml:"ca,omitempty"`
+	// Cert and Key identify the caller by mTLS.
+	Cert string `yaml:"cert,omitempty"`
+	Key  string `yaml:"key,omitempty"`
+}
+
+// contexts is the file of named configurations.
+type contexts struct {
+	Current  string            `yaml:"current"`
+	Contexts map[string]Config `yaml:"contexts"`
+}
+
+// ContextFile gives the path of the file with the contexts: DORMOUSE_CONFIG, or the user's own.
+func ContextFile() string {
+	if f := os.Getenv("DORMOUSE_CONFIG"); f != "" {
+		return f
+	}
+	dir, err := os.UserConfigDir()
+	if err != nil {
+		return ""
+	}
+	return filepath.Join(dir, "dormouse", "config.yaml")
+}
+
+// FromEnvironment gives the configuration of a context (empty: the file's current one), with
+// DORMOUSE_ADDR, DORMOUSE_API_KEY, DORMOUSE_API_KEY_FILE, DORMOUSE_CA, DORMOUSE_CERT and
+// DORMOUSE_KEY stronger than the file.
+func FromEnvironment(context string) (Config, error) {
+	cfg, err := fromFile(ContextFile(), context)
+	if err != nil {
+		return Config{}, err
+	}
+	if v := os.Getenv("DORMOUSE_API_KEY_FILE"); v != "" {
+		cfg.APIKey, cfg.APIKeyFile = "", v
+	}
+	for name, into := range map[string]*string{
+		"DORMOUSE_ADDR": &cfg.Addr, "DORMOUSE_API_KEY": &cfg.APIKey, "DORMOUSE_CA": &cfg.CA,
+		"DORMOUSE_CERT": &cfg.Cert, "DORMOUSE_KEY": &cfg.Key,
+	} {
+		if v := os.Getenv(name); v != "" {
+			*into = v
+		}
+	}
+	return cfg, nil
+}
+
+func fromFile(file, context string) (Config, error) {
+	data, err := os.ReadFile(file)
+	if os.IsNotExist(err) && os.Getenv("DORMOUSE_CONFIG") == "" {
+		if context != "" {
+			return Config{}, errs.New(errs.InvalidField, "there is no context %q: %s does not exist", context, file).With("field", "context")
+		}
+		return Config{}, nil
+	}
+	if err != nil {
+		return Config{}, errs.Wrap(err, errs.InvalidField, "the file with the contexts cannot be read: %s", err).With("field", "DORMOUSE_CONFIG")
+	}
+	var all contexts
+	dec := yaml.NewDecoder(strings.NewReader(string(data)))
+	dec.KnownFields(true)
+	if err := dec.Decode(&all); err != nil {
+		return Config{}, errs.New(errs.InvalidField, "%s: %s", file, hideValues(err)).With("field", "DORMOUSE_CONFIG")
+	}
+	if context == "" {
+		context = all.Current
+	}
+	cfg, ok := all.Contexts[context]
+	if !ok && context != "" {
+		return Config{}, errs.New(errs.InvalidField, "there is no context %q in %s", context, file).With("field", "context")
+	}
+	return cfg, nil
+}
+
+// hideValues keeps the first line of a YAML error: the others quote values, which may be keys.
+func hideValues(err error) string {
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) > 1 && strings.Contains(lines[1], "field ") {
+		return strings.TrimSpace(lines[1])
+	}
+	return strings.SplitN(lines[0], "`", 2)[0]
+}
+
+// key gives the API key.
+func (c Config) key() (string, error) {
+	if c.APIKey != "" || c.APIKeyFile == "" {
+		return c.APIKey, nil
+	}
+	data, err := os.ReadFile(c.APIKeyFile)
+	if err != nil {
+		return "", errs.Wrap(err, errs.InvalidField, "the API key's file cannot be read: %s", err).With("field", "api_key_file")
+	}
+	return strings.TrimSpace(string(data)), nil
+}
+
+// target gives gRPC's form of the address, and whether it is a unix socket.
+func (c Config) target() (target string, local bool, err error) {
+	bad := func(format string, args ...any) error {
+		return errs.New(errs.InvalidField, "the coordinator's address: "+format, args...).With("field", "addr")
+	}
+	if c.Addr == "" {
+		return "", false, bad("none is given; set DORMOUSE_ADDR, --addr or a context, e.g. https://127.0.0.1:7443")
+	}
+	u, err := url.Parse(c.Addr)
+	if err != nil {
+		return "", false, bad("%q is not a URL", c.Addr)
+	}
+	switch {
+	case u.Scheme == "unix" && u.Host == "" && u.Path != "":
+		return "unix:" + u.Path, true, nil
+	case u.Scheme == "https" && u.Host != "" && (u.Path == "" || u.Path == "/"):
+		host := u.Host
+		if u.Port() == "" {
+			host = fmt.Sprintf("%s:443", u.Host)
+		}
+		return "dns:///" + host, false, nil
+	}
+	return "", false, bad("%q: https://host:port or unix:///path", c.Addr)
+}
