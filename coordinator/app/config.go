@@ -1,0 +1,131 @@
+// Package app is the coordinator: its configuration, how its parts are put together, and the order in
+// which they start and stop. It is importable, so that tests run it in their own process.
+//
+// Start: logs and metrics; files (TLS, keys); the catalog; the commit queue; the registry of nodes and their
+// client; the API; the listeners, which answer reads and refuse mutations with NO_LEADER; and last the campaign
+// for leadership. Stop runs the other way: the term ends (operations are left to the next leader, sessions
+// end, the lease is released), then the listeners drain for a bounded time, then the queue, the client of
+// nodes and the catalog are closed. The admin socket lives longest.
+//
+// # Leadership
+//
+// A term begins when the catalog grants the lease, and ends when the lease is lost, or cannot be
+// renewed before it runs out by the local clock, counted from before it was asked for. All work of a
+// term runs under a context that is cancelled with the reason. The catalog refuses what an older
+// term still writes, whatever this process believes.
+package app
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/config"
+	"github.com/dormouse-run/dormouse/pkg/obs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+)
+
+// EnvPrefix begins the names of environment variables.
+const EnvPrefix = "DORMOUSE_COORDINATOR"
+
+// Config of a coordinator. Addresses are host:port or unix:/path. Listeners on TCP speak TLS; those of the
+// public API on unix sockets do not, and still ask for an API key. The node listener always
+// speaks mTLS.
+type Config struct {
+	Listen struct {
+		GRPC []string `yaml:"grpc" usage:"addresses of the public gRPC API"`
+		REST []string `yaml:"rest" usage:"addresses of the public REST API"`
+		Node []string `yaml:"node" usage:"addresses that nodes dial"`
+	} `yaml:"listen"`
+	// Holder names this process to other coordinators.
+	Holder string    `yaml:"holder" usage:"name of this coordinator; the host's name if empty"`
+	TLS    pki.Files `yaml:"tls"`
+	Keys   string    `yaml:"keys_file" usage:"file with the API keys (hashed)"`
+	Redis  struct {
+		Address  string        `yaml:"address" usage:"host:port or absolute path of the Redis or Valkey server"`
+		Username string        `yaml:"username" usage:"user at the server"`
+		Password config.Secret `yaml:"password" usage:"password at the server"`
+		DB       int           `yaml:"db" usage:"number of the database"`
+		Catalog  string        `yaml:"catalog" usage:"name of the catalog inside the server"`
+		CA       string        `yaml:"ca" usage:"file with the CAs of the server; TLS is used if it is given"`
+	} `yaml:"redis"`
+	Lease struct {
+		TTL time.Duration `yaml:"ttl" usage:"life of the leader's lease"`
+	} `yaml:"lease"`
+	Nodes struct {
+		Heartbeat     time.Duration `yaml:"heartbeat" usage:"interval of the nodes' heartbeats"`
+		Missed        int           `yaml:"missed" usage:"heartbeats missed before a node is away"`
+		PlacementWait time.Duration `yaml:"placement_wait" usage:"how long a node that is away is waited for when no other fits"`
+	} `yaml:"nodes"`
+	Operations struct {
+		Parallel   int           `yaml:"parallel" usage:"copies of one fork that are made at a time"`
+		MaxPending int           `yaml:"max_pending" usage:"operations in progress before QUEUE_FULL"`
+		Life       time.Duration `yaml:"life" usage:"how long ended operations and receipts are kept"`
+		EventLife  time.Duration `yaml:"event_life" usage:"how long events are kept"`
+	} `yaml:"operations"`
+	Admin string        `yaml:"admin_socket" usage:"unix socket for metrics, profiles and health, for root only; none if empty"`
+	Stop  time.Duration `yaml:"stop_grace" usage:"how long calls may go on when the process is told to stop"`
+	Log   obs.LogConfig `yaml:"log"`
+}
+
+// DefaultConfig is what is not said otherwise.
+func DefaultConfig() Config {
+	var c Config
+	c.Listen.GRPC = []string{"127.0.0.1:7443"}
+	c.Listen.REST = []string{"127.0.0.1:7080"}
+	c.Listen.Node = []string{"127.0.0.1:7444"}
+	c.Redis.Address = "127.0.0.1:6379"
+	c.Redis.Catalog = "dormouse"
+	c.Lease.TTL = 6 * time.Second
+	c.Nodes.Heartbeat = 2 * time.Second
+	c.Nodes.Missed = 4
+	c.Nodes.PlacementWait = 10 * time.Second
+	c.Operations.Parallel = 4
+	c.Operations.MaxPending = 8192
+	c.Operations.Life = 24 * time.Hour
+	c.Operations.EventLife = time.Hour
+	c.Admin = "/run/dormouse/coordinator/admin.sock"
+	c.Stop = 5 * time.Second
+	c.Log = obs.DefaultLog()
+	return c
+}
+
+// Validate tells what is wrong, all of it.
+func (c *Config) Validate() error {
+	var all []error
+	fail := func(key, format string, args ...any) {
+		all = append(all, fmt.Errorf("%s: "+format, append([]any{key}, args...)...))
+	}
+	if c.Holder == "" {
+		name, err := os.Hostname()
+		if err != nil {
+			fail("holder", "the host has no name: %v", err)
+		}
+		c.Holder = name
+	}
+	for key, list := range map[string][]string{"listen.grpc": c.Listen.GRPC, "listen.rest": c.Listen.REST, "listen.node": c.Listen.Node} {
+		for _, a := range list {
+			if !strings.HasPrefix(a, "unix:/") && !strings.Contains(a, ":") {
+				fail(key, "%q is neither host:port nor unix:/path", a)
+			}
+		}
+	}
+	if len(c.Listen.GRPC) == 0 || len(c.Listen.Node) == 0 {
+		fail("listen", "the gRPC API and the nodes need an address each")
+	}
+	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
+		fail("tls", "ca, cert and key are needed: nodes are only met over mTLS")
+	}
+	if c.Lease.TTL < 500*time.Millisecond {
+		fail("lease.ttl", "at least 500ms")
+	}
+	if c.Nodes.Heartbeat < 10*time.Millisecond || c.Nodes.Missed < 2 {
+		fail("nodes", "a heartbeat of at least 10ms, and at least 2 missed")
+	}
+	if c.Operations.Life < time.Minute {
+		fail("operations.life", "at least a minute")
+	}
+	return errors.Join(all...)
+}

@@ -1,0 +1,151 @@
+package app
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+)
+
+// Engine gives the engine of the term in force.
+func (a *App) Engine() (*operations.Engine, error) {
+	if e := a.engine.Load(); e != nil {
+		return e, nil
+	}
+	return nil, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+}
+
+// campaign asks for leadership, and serves each term, until the context ends.
+func (a *App) campaign(ctx context.Context) {
+	for ctx.Err() == nil {
+		asked := time.Now()
+		claim := catalog.Claim{Holder: a.holder, TTL: a.cfg.Lease.TTL, Above: fence.Epoch(a.above.Load())}
+		lease, won, err := a.store.Lead(ctx, claim)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			a.log.Warn("the catalog cannot be asked for leadership", "error", err)
+		case err == nil && won && uint64(lease.Epoch) <= a.above.Load():
+			// A node has seen a higher epoch: this one must end before a higher one is granted.
+			if err := a.store.Release(ctx, a.holder, lease.Epoch); err != nil {
+				a.log.Warn("the lease was not released", "error", err)
+			}
+			continue
+		case err == nil && won:
+			if err := a.term(ctx, lease.Epoch, asked); err != nil && ctx.Err() == nil {
+				a.log.Error("a term ended", "epoch", uint64(lease.Epoch), "reason", err)
+			}
+		case err == nil:
+			a.log.Debug("another coordinator leads", "holder", lease.Holder, "epoch", uint64(lease.Epoch))
+		}
+		a.nap(ctx)
+	}
+}
+
+// nap waits for a part of the lease's life.
+func (a *App) nap(ctx context.Context) {
+	timer := time.NewTimer(a.cfg.Lease.TTL/6 + rand.N(a.cfg.Lease.TTL/6))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// term leads until the lease is lost or the context ends, and gives the reason.
+func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	log := a.log.With("epoch", uint64(epoch))
+	a.endTerm.Store(&cancel)
+	defer a.endTerm.Store(nil)
+	renewed := make(chan struct{})
+	go func() {
+		defer close(renewed)
+		cancel(a.renew(ctx, epoch, asked))
+	}()
+	defer func() { <-renewed }()
+	if err := a.registry.Lead(ctx); err != nil {
+		return a.resign(cancel, epoch, fmt.Errorf("read the nodes: %w", err))
+	}
+	engine, err := operations.Start(ctx, operations.Config{
+		Catalog: a.store, Queue: publisher{a.queue}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
+		PlacementWait: a.cfg.Nodes.PlacementWait, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
+		OperationLife: a.cfg.Operations.Life + a.cfg.Operations.Life/12, EventLife: a.cfg.Operations.EventLife, OnDone: a.metrics.operation,
+	})
+	if err != nil {
+		return a.resign(cancel, epoch, fmt.Errorf("load the operations: %w", err))
+	}
+	a.registry.Accept(ctx, epoch, engine)
+	a.engine.Store(engine)
+	a.metrics.leading.Set(1)
+	log.Info("leading")
+	<-ctx.Done()
+	reason := context.Cause(ctx)
+	a.engine.Store(nil)
+	a.metrics.leading.Set(0)
+	a.registry.Resign(reason)
+	engine.Stop(reason)
+	return a.resign(cancel, epoch, reason)
+}
+
+// resign releases the lease, so that another need not wait for its end.
+func (a *App) resign(cancel context.CancelCauseFunc, epoch fence.Epoch, reason error) error {
+	cancel(reason)
+	ctx, stop := context.WithTimeout(context.Background(), 2*time.Second)
+	defer stop()
+	if err := a.store.Release(ctx, a.holder, epoch); err != nil && !errs.Has(err, errs.Fenced) {
+		a.log.Warn("the lease was not released; it will run out", "epoch", uint64(epoch), "error", err)
+	}
+	return reason
+}
+
+// renew keeps the lease, and returns why it cannot any more.
+func (a *App) renew(ctx context.Context, epoch fence.Epoch, asked time.Time) error {
+	ttl := a.cfg.Lease.TTL
+	margin := ttl / 10
+	expires := asked.Add(ttl - margin)
+	ticker := time.NewTicker(ttl / 4)
+	defer ticker.Stop()
+	for {
+		end := time.NewTimer(time.Until(expires))
+		select {
+		case <-ctx.Done():
+			end.Stop()
+			return context.Cause(ctx)
+		case <-end.C:
+			return errs.New(errs.NoLeader, "the lease ran out before it could be renewed")
+		case <-ticker.C:
+			end.Stop()
+		}
+		asked = time.Now()
+		tryCtx, stop := context.WithDeadline(ctx, expires)
+		lease, won, err := a.store.Lead(tryCtx, catalog.Claim{Holder: a.holder, TTL: ttl})
+		stop()
+		switch {
+		case err != nil:
+			a.log.Warn("the lease was not renewed; trying again", "error", err)
+		case !won || lease.Epoch != epoch:
+			return errs.New(errs.NoLeader, "coordinator %s leads now, with epoch %d", lease.Holder, lease.Epoch)
+		default:
+			expires = asked.Add(ttl - margin)
+		}
+	}
+}
+
+// higherEpoch ends the term, so that the next one has an epoch above what a node has seen.
+func (a *App) higherEpoch(seen fence.Epoch) {
+	for {
+		old := a.above.Load()
+		if uint64(seen) <= old || a.above.CompareAndSwap(old, uint64(seen)) {
+			break
+		}
+	}
+	if end := a.endTerm.Load(); end != nil {
+		(*end)(errs.New(errs.NoLeader, "a node has seen the higher coordinator epoch %d; leading again above it", seen))
+	}
+}

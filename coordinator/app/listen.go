@@ -1,0 +1,180 @@
+package app
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/api"
+	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/rest"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+)
+
+// maxNodeMessage bounds what a node may say at once: an inventory of thousands of sandboxes.
+const maxNodeMessage = 64 << 20
+
+// listen opens all listeners and serves them. ctx is the life of what they do in the background.
+func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenticator) error {
+	around, err := a.surround()
+	if err != nil {
+		return err
+	}
+	services := a.services()
+	a.owned.Go(func() { services.Run(ctx) })
+	publicTLS := files.ServerOptional(pki.RoleClient, pki.RoleOperator)
+	for _, address := range a.cfg.Listen.GRPC {
+		l, err := bind(address)
+		if err != nil {
+			return err
+		}
+		creds := credentials.NewTLS(publicTLS)
+		if isUnix(address) {
+			creds = insecure.NewCredentials()
+		}
+		a.serveGRPC("grpc", l, a.public(around, services, keys.Authenticate, grpc.Creds(creds)))
+	}
+	if err := a.listenREST(ctx, around, services, keys, publicTLS); err != nil {
+		return err
+	}
+	for _, address := range a.cfg.Listen.Node {
+		l, err := bind(address)
+		if err != nil {
+			return err
+		}
+		srv := grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(files.Server(pki.RoleNode))),
+			grpc.MaxRecvMsgSize(maxNodeMessage), alive(), lenient())...)
+		nodev1.RegisterSessionServiceServer(srv, a.registry)
+		a.serveGRPC("node", l, srv)
+	}
+	return nil
+}
+
+// public makes a server of the public API.
+func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, opts ...grpc.ServerOption) *grpc.Server {
+	opts = append(around.Options(), append(opts,
+		grpc.ChainUnaryInterceptor(auth.Unary(who)), grpc.ChainStreamInterceptor(auth.Stream(who)),
+		grpc.MaxRecvMsgSize(api.MaxMessage), alive(), lenient())...)
+	srv := grpc.NewServer(opts...)
+	services.Register(srv)
+	healthv1.RegisterHealthServer(srv, a.grpcLife)
+	return srv
+}
+
+// alive finds peers that vanished without closing their connection.
+func alive() grpc.ServerOption {
+	return grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second})
+}
+
+// lenient lets clients do the same.
+func lenient() grpc.ServerOption {
+	return grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true})
+}
+
+func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, publicTLS *tls.Config) error {
+	if len(a.cfg.Listen.REST) == 0 {
+		return nil
+	}
+	bridge, err := rest.NewBridge()
+	if err != nil {
+		return err
+	}
+	a.bridge = bridge
+	inner := a.public(around, services, bridge.Resolver(keys.Authenticate))
+	handler, err := bridge.Handler(ctx)
+	if err != nil {
+		return err
+	}
+	a.serveGRPC("", bridge.Listener(), inner)
+	for _, address := range a.cfg.Listen.REST {
+		l, err := bind(address)
+		if err != nil {
+			return err
+		}
+		a.addresses["rest"] = append(a.addresses["rest"], l.Addr().String())
+		srv := &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+			MaxHeaderBytes: 64 << 10, ErrorLog: nil, TLSConfig: publicTLS.Clone()}
+		a.https = append(a.https, srv)
+		a.serving.Go(func() {
+			if isUnix(address) {
+				a.serveFailed("rest", srv.Serve(l))
+			} else {
+				a.serveFailed("rest", srv.ServeTLS(l, "", ""))
+			}
+		})
+	}
+	return nil
+}
+
+// serveGRPC serves and remembers the server. A name of "" is not shown.
+func (a *App) serveGRPC(name string, l net.Listener, srv *grpc.Server) {
+	if name != "" {
+		a.addresses[name] = append(a.addresses[name], l.Addr().String())
+	}
+	a.servers = append(a.servers, srv)
+	a.serving.Go(func() { a.serveFailed(name, srv.Serve(l)) })
+}
+
+// drain stops taking calls and waits for those in progress until the context ends; then it cuts them.
+// REST goes first, since its calls end in a gRPC server of ours.
+func (a *App) drain(ctx context.Context) {
+	for _, srv := range a.https {
+		if srv.Shutdown(ctx) != nil {
+			_ = srv.Close() // cut what did not end in time
+		}
+	}
+	for _, srv := range a.servers {
+		graceful := make(chan struct{})
+		go func() {
+			srv.GracefulStop()
+			close(graceful)
+		}()
+		select {
+		case <-graceful:
+		case <-ctx.Done():
+			srv.Stop()
+			<-graceful
+		}
+	}
+	a.serving.Wait()
+}
+
+func isUnix(address string) bool { return strings.HasPrefix(address, "unix:") }
+
+// bind opens a listener. A unix socket is for its owner only; one that a dead process left is
+// replaced, one that somebody serves is an error.
+func bind(address string) (net.Listener, error) {
+	path, ok := strings.CutPrefix(address, "unix:")
+	if !ok {
+		return net.Listen("tcp", address)
+	}
+	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
+		_ = conn.Close() // it only was a question
+		return nil, fmt.Errorf("somebody serves %s already", path)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
+}

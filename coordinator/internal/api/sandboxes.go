@@ -1,0 +1,224 @@
+package api
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"google.golang.org/grpc"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+type sandboxService struct {
+	dormousev1.UnimplementedSandboxServiceServer
+	*Server
+}
+
+func sandboxToProto(sb *records.Sandbox) *dormousev1.Sandbox {
+	return wire.SandboxToProto(sb.Sandbox, wire.Record{Revision: sb.Revision, Updated: sb.Updated})
+}
+
+// CreateSandbox implements the service, as the following do.
+func (s sandboxService) CreateSandbox(ctx context.Context, req *dormousev1.CreateSandboxRequest) (*dormousev1.CreateSandboxResponse, error) {
+	e, c, err := s.mutate(ctx, req.GetOperationId())
+	if err != nil {
+		return nil, err
+	}
+	spec, err := wire.SpecFromProto(req.GetSpec())
+	if err != nil {
+		return nil, err
+	}
+	op, err := e.CreateSandbox(ctx, c, operations.CreateSandbox{Name: req.GetName(), Labels: req.GetLabels(), Spec: spec, SecretEnv: req.GetSecretEnv()})
+	if err != nil {
+		return nil, err
+	}
+	sb, err := one(ctx, e, op)
+	if err != nil {
+		return nil, err
+	}
+	return &dormousev1.CreateSandboxResponse{Sandbox: sb, OperationId: op.ID}, nil
+}
+
+// one gives the only sandbox that an operation made.
+func one(ctx context.Context, e *operations.Engine, op *operations.Operation) (*dormousev1.Sandbox, error) {
+	made, err := e.Copies(ctx, op)
+	if err != nil {
+		return nil, err
+	}
+	if len(made) != 1 {
+		return nil, errs.New(errs.ObjectNotFound, "operation %s succeeded; its sandbox was deleted since", op.ID).With("kind", "sandbox")
+	}
+	return sandboxToProto(made[0]), nil
+}
+
+func (s sandboxService) GetSandbox(ctx context.Context, req *dormousev1.GetSandboxRequest) (*dormousev1.GetSandboxResponse, error) {
+	rec, err := s.get(ctx, catalog.KindSandbox, "uid", req.GetUid())
+	if err != nil {
+		return nil, err
+	}
+	sb, err := records.SandboxOf(rec)
+	if err != nil {
+		return nil, err
+	}
+	return &dormousev1.GetSandboxResponse{Sandbox: sandboxToProto(sb)}, nil
+}
+
+func (s sandboxService) ListSandboxes(ctx context.Context, req *dormousev1.ListSandboxesRequest) (*dormousev1.ListSandboxesResponse, error) {
+	id, err := auth.From(ctx)
+	if err != nil {
+		return nil, err
+	}
+	labels, err := parseLabels(req.GetLabels())
+	if err != nil {
+		return nil, err
+	}
+	phase, err := wire.SandboxPhaseFromProto(req.GetPhase())
+	if err != nil {
+		return nil, err
+	}
+	q := catalog.Query{Kind: catalog.KindSandbox, Tenant: id.Tenant, Node: req.GetNode()}
+	if phase != "" {
+		q.Phases = []string{string(phase)}
+	}
+	if req.GetNode() != "" {
+		if err := catalog.ValidateNode(req.GetNode()); err != nil {
+			return nil, err
+		}
+	}
+	seq, err := s.cfg.Store.Seq(ctx) // before the list, so that a watch from it misses nothing
+	if err != nil {
+		return nil, err
+	}
+	sorted := slices.Sorted(slices.Values(req.GetLabels()))
+	recs, next, err := s.list(ctx, selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(),
+		filter: filterID("sandboxes", req.GetName(), req.GetNode(), string(phase), fmt.Sprintf("%q", sorted)),
+		keep: func(r catalog.Record) (bool, error) {
+			sb, err := records.SandboxOf(r)
+			return err == nil && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels), err
+		}})
+	if err != nil {
+		return nil, err
+	}
+	resp := &dormousev1.ListSandboxesResponse{NextPageToken: next, Sequence: seq}
+	for _, r := range recs {
+		sb, err := records.SandboxOf(r)
+		if err != nil {
+			return nil, err
+		}
+		resp.Sandboxes = append(resp.Sandboxes, sandboxToProto(sb))
+	}
+	return resp, nil
+}
+
+func (s sandboxService) DeleteSandbox(ctx context.Context, req *dormousev1.DeleteSandboxRequest) (*dormousev1.DeleteSandboxResponse, error) {
+	e, c, err := s.mutate(ctx, req.GetOperationId())
+	if err != nil {
+		return nil, err
+	}
+	op, err := e.DeleteSandbox(ctx, c, operations.Delete{UID: req.GetUid()})
+	if err != nil {
+		return nil, err
+	}
+	return &dormousev1.DeleteSandboxResponse{OperationId: op.ID}, nil
+}
+
+func (s sandboxService) WatchSandboxes(req *dormousev1.WatchSandboxesRequest, stream grpc.ServerStreamingServer[dormousev1.WatchSandboxesResponse]) error {
+	return s.watch(stream.Context(), catalog.KindSandbox, req.GetAfterSequence(), req.GetUid(), func(w watched) error {
+		resp := &dormousev1.WatchSandboxesResponse{Sequence: w.seq, Uid: w.uid, Deleted: w.rec == nil}
+		if w.rec != nil {
+			sb, err := records.SandboxOf(*w.rec)
+			if err != nil {
+				return err
+			}
+			resp.Sandbox = sandboxToProto(sb)
+		}
+		return stream.Send(resp)
+	})
+}
+
+func (s sandboxService) CheckpointSandbox(ctx context.Context, req *dormousev1.CheckpointSandboxRequest) (*dormousev1.CheckpointSandboxResponse, error) {
+	e, c, err := s.mutate(ctx, req.GetOperationId())
+	if err != nil {
+		return nil, err
+	}
+	op, err := e.CheckpointSandbox(ctx, c, operations.CheckpointSandbox{UID: req.GetUid(), Name: req.GetName(), Labels: req.GetLabels()})
+	if err != nil {
+		return nil, err
+	}
+	if op.Result == nil || op.Result.Snapshot == nil {
+		return nil, errs.New(errs.ObjectNotFound, "operation %s succeeded; its result was too large to keep: get snapshot %s", op.ID, op.Plan.SnapshotUID)
+	}
+	return &dormousev1.CheckpointSandboxResponse{Snapshot: snapshotToProto(op.Result.Snapshot), OperationId: op.ID}, nil
+}
+
+func (s sandboxService) RestoreSandbox(ctx context.Context, req *dormousev1.RestoreSandboxRequest) (*dormousev1.RestoreSandboxResponse, error) {
+	e, c, err := s.mutate(ctx, req.GetOperationId())
+	if err != nil {
+		return nil, err
+	}
+	bindings, err := bindingsOf(req.GetVolumes())
+	if err != nil {
+		return nil, err
+	}
+	op, err := e.RestoreSandbox(ctx, c, operations.RestoreSandbox{SnapshotUID: req.GetSnapshotUid(), Name: req.GetName(), Labels: req.GetLabels(), Volumes: bindings})
+	if err != nil {
+		return nil, err
+	}
+	sb, err := one(ctx, e, op)
+	if err != nil {
+		return nil, err
+	}
+	return &dormousev1.RestoreSandboxResponse{Sandbox: sb, OperationId: op.ID}, nil
+}
+
+func (s sandboxService) ForkSandbox(ctx context.Context, req *dormousev1.ForkSandboxRequest) (*dormousev1.ForkSandboxResponse, error) {
+	e, c, err := s.mutate(ctx, req.GetOperationId())
+	if err != nil {
+		return nil, err
+	}
+	bindings, err := bindingsOf(req.GetVolumes())
+	if err != nil {
+		return nil, err
+	}
+	op, err := e.ForkSandbox(ctx, c, operations.ForkSandbox{SandboxUID: req.GetSandboxUid(), SnapshotUID: req.GetSnapshotUid(), Count: int(req.GetCount()),
+		NamePrefix: req.GetNamePrefix(), Labels: req.GetLabels(), Volumes: bindings})
+	if err != nil {
+		return nil, err
+	}
+	made, err := e.Copies(ctx, op)
+	if err != nil {
+		return nil, err
+	}
+	resp := &dormousev1.ForkSandboxResponse{SnapshotUid: op.Plan.SnapshotUID, OperationId: op.ID}
+	for _, sb := range made {
+		resp.Sandboxes = append(resp.Sandboxes, sandboxToProto(sb))
+	}
+	return resp, nil
+}
+
+func bindingsOf(in []*dormousev1.VolumeBinding) ([]operations.Binding, error) {
+	if len(in) > 64 {
+		return nil, errs.New(errs.LimitExceeded, "volumes: at most 64 bindings, got %d", len(in)).With("field", "volumes")
+	}
+	var out []operations.Binding
+	for _, b := range in {
+		policy, ok := map[dormousev1.VolumePolicy]operations.Policy{
+			dormousev1.VolumePolicy_VOLUME_POLICY_UNSPECIFIED: "",
+			dormousev1.VolumePolicy_VOLUME_POLICY_SAME:        operations.PolicySame,
+			dormousev1.VolumePolicy_VOLUME_POLICY_CLONE:       operations.PolicyClone,
+			dormousev1.VolumePolicy_VOLUME_POLICY_REPLACE:     operations.PolicyReplace,
+		}[b.GetPolicy()]
+		if !ok {
+			return nil, errs.New(errs.InvalidField, "volumes.policy: same, clone or replace").With("field", "volumes.policy")
+		}
+		out = append(out, operations.Binding{Path: b.GetPath(), Policy: policy, ReplaceWith: b.GetReplaceWith()})
+	}
+	return out, nil
+}

@@ -1,0 +1,124 @@
+// Package api serves the public API: it decodes, asks the catalog or the operations engine, and
+// encodes. It decides nothing about objects.
+//
+// A caller sees only its tenant: keys are made with the tenant of its credentials, so that what belongs to
+// another is not found, in the same words as what never was. Reads come from records, whoever
+// leads; mutations, and what only a leader knows (which nodes live), are answered by the leader or with
+// NO_LEADER.
+package api
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/obs"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// MaxMessage is the largest request that is read, in bytes.
+const MaxMessage = 4 << 20
+
+// Store is what is read.
+type Store interface {
+	catalog.Reader
+	Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombstone, error)
+	ListTombstones(ctx context.Context, tenant string, kind catalog.Kind, after string, limit int) (catalog.Tombstones, error)
+	Changes(ctx context.Context, after uint64, limit int, block time.Duration) ([]catalog.Change, error)
+	Seq(ctx context.Context) (uint64, error)
+}
+
+// Nodes is what is known of nodes.
+type Nodes interface {
+	Views() []sessions.View
+	Images() []*dormousev1.Image
+}
+
+// Agents is what is asked of nodes beside operations.
+type Agents interface {
+	PullImage(ctx context.Context, node string, c operations.Command, reference string, progress func(*dormousev1.PullProgress) error) (*dormousev1.Image, error)
+	RemoveImage(ctx context.Context, node string, c operations.Command, digest string) error
+	Processes(ctx context.Context, node string, f func(context.Context, dormousev1.ProcessServiceClient) error) error
+}
+
+// Config of a Server.
+type Config struct {
+	Store  Store
+	Nodes  Nodes
+	Agents Agents
+	// Engine of the term in force, or NO_LEADER.
+	Engine func() (*operations.Engine, error)
+	Log    *slog.Logger
+}
+
+// Server has all public services.
+type Server struct {
+	cfg Config
+	hub *hub
+}
+
+// New makes a server. Run it while it serves.
+func New(cfg Config) *Server {
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	return &Server{cfg: cfg, hub: newHub(cfg.Store, cfg.Log)}
+}
+
+// Run follows the change log for watches until the context ends.
+func (s *Server) Run(ctx context.Context) { s.hub.run(ctx) }
+
+// Register adds the services to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	dormousev1.RegisterSandboxServiceServer(r, sandboxService{Server: s})
+	dormousev1.RegisterSnapshotServiceServer(r, snapshotService{Server: s})
+	dormousev1.RegisterVolumeServiceServer(r, volumeService{Server: s})
+	dormousev1.RegisterNodeServiceServer(r, nodeService{Server: s})
+	dormousev1.RegisterImageServiceServer(r, imageService{Server: s})
+	dormousev1.RegisterOperationServiceServer(r, operationService{Server: s})
+	dormousev1.RegisterEventServiceServer(r, eventService{Server: s})
+	dormousev1.RegisterProcessServiceServer(r, processService{Server: s})
+}
+
+// call says who asks, for an operation.
+func call(ctx context.Context, id auth.Identity, operationID string) operations.Call {
+	return operations.Call{Tenant: id.Tenant, OperationID: operationID, RequestID: obs.RequestID(ctx)}
+}
+
+// mutate gives what every mutation begins with.
+func (s *Server) mutate(ctx context.Context, operationID string) (*operations.Engine, operations.Call, error) {
+	id, err := auth.From(ctx)
+	if err != nil {
+		return nil, operations.Call{}, err
+	}
+	e, err := s.cfg.Engine()
+	return e, call(ctx, id, operationID), err
+}
+
+// get reads one object of the caller's tenant.
+func (s *Server) get(ctx context.Context, kind catalog.Kind, field, u string) (catalog.Record, error) {
+	id, err := auth.From(ctx)
+	if err != nil {
+		return catalog.Record{}, err
+	}
+	if err := uid.Check(u); err != nil {
+		return catalog.Record{}, errs.New(errs.InvalidField, "%s: %v; look a name up with a list", field, err).With("field", field)
+	}
+	rec, err := s.cfg.Store.Get(ctx, catalog.Key{Tenant: id.Tenant, Kind: kind, UID: u})
+	if errs.Has(err, errs.ObjectNotFound) {
+		return rec, notFound(kind, u)
+	}
+	return rec, err
+}
+
+func notFound(kind catalog.Kind, u string) error {
+	return errs.New(errs.ObjectNotFound, "there is no %s %s", kind, u).With("kind", string(kind)).With("uid", u)
+}

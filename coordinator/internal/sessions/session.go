@@ -1,0 +1,321 @@
+package sessions
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// maxReports bounds the reports of one session that are being committed at once. Their order does
+// not matter: observations are numbered.
+const maxReports = 32
+
+// helloTimeout is how long a peer may take to say who it is.
+const helloTimeout = 10 * time.Second
+
+// session is one stream of one node.
+type session struct {
+	node    string
+	address string
+	epoch   fence.Epoch
+	term    *term
+	ctx     context.Context //nolint:containedctx // the session's life
+	cancel  context.CancelCauseFunc
+	beat    atomic.Int64 // the last, in Unix nanoseconds
+	log     *slog.Logger
+
+	sendMu sync.Mutex // gRPC wants one sender at a time
+	stream nodev1.SessionService_SessionServer
+}
+
+// Session implements nodev1.SessionServiceServer.
+func (r *Registry) Session(stream nodev1.SessionService_SessionServer) error {
+	t, err := r.lead()
+	if err != nil {
+		return err
+	}
+	defer t.wg.Done()
+	name, err := r.cfg.PeerNode(stream.Context())
+	if err != nil {
+		return err
+	}
+	hello, err := r.hello(stream, t, name)
+	if err != nil {
+		return err
+	}
+	s, err := r.open(stream, t, hello)
+	if err != nil {
+		return err
+	}
+	s.log.Info("node is online", "address", hello.GetAddress(), "version", hello.GetVersion(), "boot", hello.GetBootId())
+	err = r.serve(s)
+	r.leave(s)
+	s.log.Warn("node is away", "reason", err)
+	return err
+}
+
+// hello waits for the first message and checks it.
+func (r *Registry) hello(stream nodev1.SessionService_SessionServer, t *term, name string) (*nodev1.Hello, error) {
+	type first struct {
+		msg *nodev1.SessionRequest
+		err error
+	}
+	got := make(chan first, 1)
+	go func() { // ends with the stream, which ends with this call
+		msg, err := stream.Recv()
+		got <- first{msg, err}
+	}()
+	timer := time.NewTimer(helloTimeout)
+	defer timer.Stop()
+	var f first
+	select {
+	case f = <-got:
+	case <-timer.C:
+		return nil, errs.New(errs.InvalidField, "a session begins with a hello within %s", helloTimeout).With("field", "hello")
+	case <-t.ctx.Done():
+		return nil, ended(t.ctx)
+	}
+	if f.err != nil {
+		return nil, f.err
+	}
+	h := f.msg.GetHello()
+	switch {
+	case h == nil:
+		return nil, errs.New(errs.InvalidField, "a session begins with a hello").With("field", "hello")
+	case h.GetNode() != name:
+		return nil, errs.New(errs.NotAllowed, "the certificate is of node %s, the hello of node %s", name, h.GetNode())
+	case h.GetAddress() == "":
+		return nil, errs.New(errs.InvalidField, "hello.address: say where the node serves").With("field", "hello.address")
+	case catalog.ValidateNode(name) != nil:
+		return nil, catalog.ValidateNode(name)
+	}
+	if seen := fence.Epoch(h.GetHighestCoordinatorEpoch()); seen > t.epoch {
+		r.cfg.OnHigherEpoch(seen)
+		return nil, errs.New(errs.NoLeader, "the node has seen coordinator epoch %d, this one has %d; it will lead again with a higher one: dial again", seen, t.epoch)
+	}
+	return h, nil
+}
+
+// open fences the session before, records the node, and welcomes it.
+func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *nodev1.Hello) (*session, error) {
+	ctx := stream.Context()
+	epoch, err := r.cfg.Store.OpenSession(ctx, t.epoch, h.GetNode(), 0)
+	if err != nil {
+		return nil, err
+	}
+	rec, err := r.record(ctx, t, h, epoch)
+	if err != nil {
+		return nil, err
+	}
+	s := &session{node: h.GetNode(), address: h.GetAddress(), epoch: epoch, term: t, stream: stream,
+		log: r.cfg.Log.With("node", h.GetNode(), "session", uint64(epoch), "epoch", uint64(t.epoch))}
+	s.ctx, s.cancel = context.WithCancelCause(t.ctx)
+	s.beat.Store(time.Now().UnixNano())
+	if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_Welcome{Welcome: &nodev1.Welcome{
+		SessionEpoch: uint64(epoch), CoordinatorEpoch: uint64(t.epoch), HeartbeatInterval: durationpb.New(r.cfg.Heartbeat)}}}); err != nil {
+		s.cancel(err)
+		return nil, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := r.nodes[s.node]
+	if n == nil {
+		n = new(node)
+		r.nodes[s.node] = n
+	}
+	if old := n.session; old != nil {
+		if old.epoch > epoch {
+			err := fenced(s, old.epoch)
+			s.cancel(err)
+			return nil, err
+		}
+		old.cancel(fenced(old, epoch))
+	}
+	n.record, n.session, n.allocatable, n.lastBeat, n.problems = *rec, s, rec.Allocatable, time.Now(), nil
+	n.images = h.GetInventory().GetImages()
+	return s, nil
+}
+
+func fenced(s *session, by fence.Epoch) error {
+	return errs.New(errs.Fenced, "session %d of node %s gave way to session %d", s.epoch, s.node, by).With("node", s.node)
+}
+
+// record commits what the node says of itself; what was intended for it stays.
+func (r *Registry) record(ctx context.Context, t *term, h *nodev1.Hello, epoch fence.Epoch) (*records.Node, error) {
+	var n *records.Node
+	_, err := r.cfg.Queue.Publish(ctx, func(ctx context.Context, read catalog.Reader) (catalog.Commit, error) {
+		n = &records.Node{Name: h.GetNode()}
+		old, err := read.Get(ctx, records.NodeKey(h.GetNode()))
+		switch {
+		case err == nil:
+			if n, err = records.NodeOf(old); err != nil {
+				return catalog.Commit{}, err
+			}
+		case !errs.Has(err, errs.ObjectNotFound):
+			return catalog.Commit{}, err
+		}
+		n.Address, n.Version, n.Architecture, n.Labels = h.GetAddress(), h.GetVersion(), h.GetArchitecture(), h.GetLabels()
+		n.Capacity, n.Allocatable = resources(h.GetCapacity()), resources(h.GetAllocatable())
+		n.RuntimeBundles, n.CPUFeatures = h.GetRuntimeBundles(), h.GetCpuFeatures()
+		n.SessionEpoch, n.SessionTime = uint64(epoch), time.Now().UTC()
+		put, err := n.Put()
+		return catalog.Commit{Owner: fence.Owner{Coordinator: t.epoch, Node: n.Name, Session: epoch}, Puts: []catalog.Put{put}}, err
+	})
+	return n, err
+}
+
+func resources(p *dormousev1.NodeResources) records.Resources {
+	return records.Resources{CPUMillis: p.GetCpuMillis(), MemoryBytes: p.GetMemoryBytes(), DiskBytes: p.GetDiskBytes(), Sandboxes: p.GetSandboxes()}
+}
+
+// serve runs the session until the node, the term or a newer session ends it.
+func (r *Registry) serve(s *session) error {
+	defer s.cancel(nil)
+	var owned sync.WaitGroup
+	owned.Go(func() { r.reconcile(s) })
+	owned.Go(func() { r.watch(s) })
+	received := make(chan error, 1)
+	go func() { received <- r.receive(s) }() // ends with the stream, which ends with this call
+	var err error
+	select {
+	case err = <-received:
+		if err == nil {
+			err = errs.New(errs.NodeAway, "node %s ended its session", s.node).With("node", s.node)
+		}
+	case <-s.ctx.Done():
+		err = ended(s.ctx)
+	}
+	s.cancel(err)
+	owned.Wait()
+	return err
+}
+
+// ended gives the reason of a context as an error that the node understands.
+func ended(ctx context.Context) error {
+	cause := context.Cause(ctx)
+	var e *errs.Error
+	if errors.As(cause, &e) {
+		return e
+	}
+	return errs.Wrap(cause, errs.NoLeader, "the coordinator stopped leading; dial again")
+}
+
+// watch ends the session when the heartbeats stop.
+func (r *Registry) watch(s *session) {
+	limit := r.cfg.Heartbeat * time.Duration(r.cfg.Missed)
+	ticker := time.NewTicker(max(r.cfg.Heartbeat/2, time.Millisecond))
+	defer ticker.Stop()
+	for {
+		select {
+		case <-s.ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		if silent := time.Since(time.Unix(0, s.beat.Load())); silent > limit {
+			s.cancel(errs.New(errs.NodeAway, "node %s was silent for %s; dial again", s.node, silent.Round(time.Millisecond)).With("node", s.node))
+			return
+		}
+	}
+}
+
+// receive takes messages until the stream ends.
+func (r *Registry) receive(s *session) error {
+	var reports errgroup.Group
+	reports.SetLimit(maxReports)
+	defer func() { _ = reports.Wait() }() // its functions return nil
+	for {
+		msg, err := s.stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		s.beat.Store(time.Now().UnixNano())
+		switch m := msg.GetMessage().(type) {
+		case *nodev1.SessionRequest_Heartbeat:
+			r.heartbeat(s, m.Heartbeat)
+			if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_HeartbeatAck{HeartbeatAck: &nodev1.HeartbeatAck{}}}); err != nil {
+				return err
+			}
+		case *nodev1.SessionRequest_Report:
+			reports.Go(func() error {
+				r.report(s, m.Report)
+				return nil
+			})
+		default:
+			return errs.New(errs.InvalidField, "after the hello come heartbeats and reports").With("field", "message")
+		}
+	}
+}
+
+func (r *Registry) heartbeat(s *session, h *nodev1.Heartbeat) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := r.nodes[s.node]
+	if n == nil || n.session != s {
+		return
+	}
+	n.lastBeat, n.problems, n.images = time.Now(), h.GetProblems(), h.GetImages()
+	if h.GetAllocatable() != nil {
+		n.allocatable = resources(h.GetAllocatable())
+	}
+}
+
+// report commits and acknowledges. Without an acknowledgement the node sends it again.
+func (r *Registry) report(s *session, rep *nodev1.Report) {
+	ack := &nodev1.ReportAck{Id: rep.GetId()}
+	o, err := nodeclient.Observation(rep.GetSandbox())
+	if err == nil {
+		o.Session = s.epoch
+		err = s.term.work.Observe(s.ctx, s.node, o)
+	}
+	if err != nil {
+		env := errs.From(err)
+		switch env.Code {
+		case errs.NotFound, errs.Conflict, errs.InvalidArgument:
+			if env.Reason == errs.StaleRevision || env.Reason == errs.AttemptVoid {
+				return
+			}
+			ack.Error = wire.ErrorToProto(env)
+		default:
+			if s.ctx.Err() == nil {
+				s.log.Warn("a report was not recorded; the node will send it again", "sandbox", rep.GetSandbox().GetUid(), "error", err)
+			}
+			return
+		}
+	}
+	// A failure to send ends the stream, which receive sees.
+	_ = s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_ReportAck{ReportAck: ack}})
+}
+
+func (s *session) send(m *nodev1.SessionResponse) error {
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	return s.stream.Send(m)
+}
+
+// leave marks the node away, unless a newer session has it.
+func (r *Registry) leave(s *session) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := r.nodes[s.node]; n != nil && n.session == s {
+		n.session, n.images = nil, nil
+	}
+}
