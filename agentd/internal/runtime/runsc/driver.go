@@ -250,6 +250,12 @@ func (d *Driver) attach(rec *record, step string) (runtime.Handle, error) {
 		return nil, err
 	}
 	rec.Pid, rec.StartTicks, rec.StartedAt = st.Sandbox.Pid, ticks, time.Now()
+	if st.GoferPid != 0 {
+		// A gofer that is gone already took the sandbox with it, and the watch tells.
+		if ticks, err := launcher.StartTime(st.GoferPid); err == nil {
+			rec.GoferPid, rec.GoferTicks = st.GoferPid, ticks
+		}
+	}
 	h, err := rec.handle()
 	if err == nil {
 		err = d.saveRecord(*rec)
@@ -420,7 +426,9 @@ func (d *Driver) Kill(ctx context.Context, id string, sig syscall.Signal) error 
 		return err
 	}
 	if sig == unix.SIGKILL {
-		return d.killProcess(rec)
+		v, err := d.kill(rec)
+		v.close()
+		return err
 	}
 	err = d.run(ctx, command{rec: rec, args: []string{"kill", id, unix.SignalName(sig)}})
 	if now, stateErr := d.State(ctx, id); err != nil && stateErr == nil && now.Phase == runtime.Stopped {

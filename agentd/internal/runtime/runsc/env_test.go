@@ -50,13 +50,13 @@ type testEnv struct {
 // guest is the test's end of a sandbox's FIFOs.
 type guest struct{ in, out *os.File }
 
-func newEnv(t *testing.T) *testEnv {
+func newEnv(t testing.TB) *testEnv {
 	t.Helper()
 	return newEnvOn(t, "")
 }
 
 // newEnvOn makes the environment with the hierarchies of a mount table, the machine's when it is empty.
-func newEnvOn(t *testing.T, mountinfo string) *testEnv {
+func newEnvOn(t testing.TB, mountinfo string) *testEnv {
 	t.Helper()
 	dir := t.TempDir()
 	cg, err := cgroup.Open(cgroup.Options{Parent: "/dormouse/" + filepath.Base(filepath.Dir(dir)) + "-" + strconv.Itoa(os.Getpid()), Mountinfo: mountinfo})
@@ -95,14 +95,14 @@ func newEnvOn(t *testing.T, mountinfo string) *testEnv {
 	return e
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
 	}
 }
 
-func mkErofs(t *testing.T, file, dir string) {
+func mkErofs(t testing.TB, file, dir string) {
 	t.Helper()
 	cmd := exec.Command(tools.Path(t, "mkfs.erofs"), "--quiet", "-b4096", "-U", "clear", "-Enoinline_data", "-T0", "--mkfs-time", file, dir)
 	if out, err := cmd.CombinedOutput(); err != nil {
@@ -110,7 +110,7 @@ func mkErofs(t *testing.T, file, dir string) {
 	}
 }
 
-func (e *testEnv) open(t *testing.T) *Driver {
+func (e *testEnv) open(t testing.TB) *Driver {
 	t.Helper()
 	l, err := launcher.New(launcher.Options{})
 	must(t, err)
@@ -121,7 +121,7 @@ func (e *testEnv) open(t *testing.T) *Driver {
 }
 
 // sandboxDir prepares the folder, FIFOs and network of one run.
-func (e *testEnv) sandboxDir(t *testing.T, id string) (dir string, stdio runtime.Stdio, netns string) {
+func (e *testEnv) sandboxDir(t testing.TB, id string) (dir string, stdio runtime.Stdio, netns string) {
 	t.Helper()
 	dir = filepath.Join(e.dir, "sandboxes", id)
 	must(t, os.MkdirAll(dir, 0o700))
@@ -139,7 +139,7 @@ func (e *testEnv) sandboxDir(t *testing.T, id string) (dir string, stdio runtime
 	return dir, stdio, lease.Path()
 }
 
-func openFIFO(t *testing.T, path string) *os.File {
+func openFIFO(t testing.TB, path string) *os.File {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NONBLOCK, 0)
 	must(t, err)
@@ -154,7 +154,7 @@ func (e *testEnv) describe(netns string) ocispec.Sandbox {
 	}
 }
 
-func (e *testEnv) config(t *testing.T, id string, change func(*ocispec.Sandbox)) runtime.Config {
+func (e *testEnv) config(t testing.TB, id string, change func(*ocispec.Sandbox)) runtime.Config {
 	t.Helper()
 	dir, stdio, netns := e.sandboxDir(t, id)
 	desc := e.describe(netns)
@@ -166,7 +166,7 @@ func (e *testEnv) config(t *testing.T, id string, change func(*ocispec.Sandbox))
 	return runtime.Config{ID: id, Dir: dir, Spec: spec, Bundle: e.bundle, Flags: DefaultFlags(), Stdio: stdio, Cgroup: e.cgroups.Path(id)}
 }
 
-func (e *testEnv) restoreConfig(t *testing.T, id string, from runtime.Config, volumes map[string]string) runtime.Config {
+func (e *testEnv) restoreConfig(t testing.TB, id string, from runtime.Config, volumes map[string]string) runtime.Config {
 	t.Helper()
 	dir, stdio, netns := e.sandboxDir(t, id)
 	spec, err := ocispec.ForRestore(from.Spec, ocispec.Bindings{Hostname: "fork", NetNS: netns, Init: e.init, Volumes: volumes})
@@ -175,7 +175,7 @@ func (e *testEnv) restoreConfig(t *testing.T, id string, from runtime.Config, vo
 }
 
 // ask sends a line to the guest and reads until the answer has the ending.
-func (e *testEnv) ask(t *testing.T, id, line, ending string) string {
+func (e *testEnv) ask(t testing.TB, id, line, ending string) string {
 	t.Helper()
 	g := e.guests[id]
 	if _, err := g.in.WriteString(line + "\n"); err != nil {
@@ -195,7 +195,7 @@ func (e *testEnv) ask(t *testing.T, id, line, ending string) string {
 }
 
 // sh runs a shell line in the guest and gives its output and status.
-func (e *testEnv) sh(t *testing.T, id, line string) (string, int) {
+func (e *testEnv) sh(t testing.TB, id, line string) (string, int) {
 	t.Helper()
 	said := e.ask(t, id, "sh "+line, "done ")
 	out, code, _ := strings.Cut(said, "done ")
@@ -206,7 +206,7 @@ func (e *testEnv) sh(t *testing.T, id, line string) (string, int) {
 	return out, n
 }
 
-func (e *testEnv) count(t *testing.T, id string) runtimetest.Guest {
+func (e *testEnv) count(t testing.TB, id string) runtimetest.Guest {
 	t.Helper()
 	var g runtimetest.Guest
 	said := e.ask(t, id, "count", "\n")
@@ -217,7 +217,7 @@ func (e *testEnv) count(t *testing.T, id string) runtimetest.Guest {
 }
 
 // leftovers names processes, groups, mounts and files of the runtime under the test's folder.
-func (e *testEnv) leftovers(t *testing.T) []string {
+func (e *testEnv) leftovers(t testing.TB) []string {
 	t.Helper()
 	var left []string
 	ids, err := e.cgroups.List()
@@ -240,11 +240,31 @@ func (e *testEnv) leftovers(t *testing.T) []string {
 			left = append(left, "process "+path+" "+string(bytes.ReplaceAll(data, []byte{0}, []byte{' '})))
 		}
 	}
+	left = append(left, zombies(t)...)
 	for _, dir := range []string{"state", "launch"} {
 		entries, err := os.ReadDir(filepath.Join(e.dir, "runtime", dir))
 		must(t, err)
 		for _, entry := range entries {
 			left = append(left, dir+"/"+entry.Name())
+		}
+	}
+	return left
+}
+
+// zombies names this process's children that have ended and that nobody reaped.
+func zombies(t testing.TB) []string {
+	t.Helper()
+	stats, err := filepath.Glob("/proc/[0-9]*/stat")
+	must(t, err)
+	var left []string
+	for _, path := range stats {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			continue // it is gone
+		}
+		_, rest, _ := strings.Cut(string(data), ") ")
+		if strings.HasPrefix(rest, "Z "+strconv.Itoa(os.Getpid())+" ") {
+			left = append(left, "zombie "+string(data))
 		}
 	}
 	return left

@@ -30,6 +30,8 @@ type record struct {
 	Pid          int       `json:"pid,omitempty"`         // 0 until started
 	StartTicks   uint64    `json:"start_ticks,omitempty"` // with Pid, names the process
 	StartedAt    time.Time `json:"started_at,omitzero"`
+	GoferPid     int       `json:"gofer_pid,omitempty"` // 0 where no volume needs one
+	GoferTicks   uint64    `json:"gofer_ticks,omitempty"`
 	// Exit is set once the driver has seen the end, so that a later driver knows it too.
 	Exit *runtime.Exit `json:"exit,omitempty"`
 }

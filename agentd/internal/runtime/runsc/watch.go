@@ -20,13 +20,14 @@ import (
 // watch waits for the end of one sandbox. proc is nil where the end was known from the first.
 type watch struct {
 	proc *launcher.Process
-	done chan struct{}
-	exit runtime.Exit // once done is closed
+	done chan struct{} // closed when exit is known
+	gone chan struct{} // closed when the gofer has ended too
+	exit runtime.Exit  // once done is closed
 }
 
-// startWatch begins to wait for the end of the process. The goroutine ends with the process or the driver.
+// startWatch begins to wait for the end of the process. The goroutine ends with the processes or the driver.
 func (d *Driver) startWatch(rec record, p *launcher.Process) {
-	w := &watch{proc: p, done: make(chan struct{})}
+	w := &watch{proc: p, done: make(chan struct{}), gone: make(chan struct{})}
 	d.setWatch(rec.ID, w)
 	d.wg.Go(func() {
 		defer p.Close()
@@ -43,7 +44,24 @@ func (d *Driver) startWatch(rec record, p *launcher.Process) {
 			d.log.Warn("record how a sandbox ended", "sandbox", rec.ID, "error", err)
 		}
 		close(w.done)
+		d.awaitGofer(rec)
+		close(w.gone)
 	})
+}
+
+// awaitGofer waits until the gofer has ended, as it does after its sandbox, and reaps it where it is a child.
+func (d *Driver) awaitGofer(rec record) {
+	if rec.GoferPid == 0 {
+		return
+	}
+	p, err := launcher.Attach(rec.GoferPid, rec.GoferTicks)
+	if err == nil {
+		_, err = p.Wait(d.ctx)
+		_ = p.Close()
+	}
+	if err != nil && d.ctx.Err() == nil && !errs.Has(err, errs.ObjectNotFound) {
+		d.log.Warn("wait for a sandbox's gofer", "sandbox", rec.ID, "error", err)
+	}
 }
 
 func (d *Driver) setWatch(id string, w *watch) {
@@ -112,8 +130,9 @@ func (d *Driver) recoverWatch(rec record) error {
 			return err
 		}
 	}
-	w := &watch{done: make(chan struct{}), exit: *rec.Exit}
+	w := &watch{done: make(chan struct{}), gone: make(chan struct{}), exit: *rec.Exit}
 	close(w.done)
+	close(w.gone)
 	d.setWatch(rec.ID, w)
 	return nil
 }
@@ -139,36 +158,90 @@ func (d *Driver) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	}
 }
 
-// killProcess kills the sandbox process, the right one or none, and whatever else is in its group.
-func (d *Driver) killProcess(rec record) error {
+// victims are the processes of a sandbox that is being ended, other than those that a watch waits for.
+// They are held from before the kill, so that they can be waited for and, where an earlier agent's death
+// or a start that was cut short made them children of this process, reaped.
+type victims []*launcher.Process
+
+// kill kills the sandbox process, the right one or none, and whatever else belongs to the sandbox.
+func (d *Driver) kill(rec record) (victims, error) {
+	var v victims
 	var all []error
-	if rec.Pid != 0 {
-		if w := d.watchOf(rec.ID); w != nil && w.proc != nil {
-			if err := w.proc.Signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrClosed) {
-				all = append(all, err)
-			}
-		} else if p, err := launcher.Attach(rec.Pid, rec.StartTicks); err == nil {
-			all = append(all, p.Signal(unix.SIGKILL), p.Close())
-		}
+	pids := make(map[int]bool)
+	watched := d.watchOf(rec.ID)
+	g, err := d.cgroups.At(rec.Cgroup)
+	if err != nil {
+		return nil, err
 	}
+	members, err := g.Pids()
+	all = append(all, err)
 	if rec.Pid == 0 {
 		// An agent died while it started the sandbox: its runsc may still be at it, outside the group.
-		all = append(all, d.killStarting(rec.ID))
-	}
-	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
+		starting, err := d.starters(rec.ID)
 		all = append(all, err)
-	} else {
-		all = append(all, g.Kill())
+		members = append(members, starting...)
 	}
-	return errors.Join(all...)
+	for _, pid := range members {
+		pids[pid] = true
+	}
+	if watched != nil {
+		delete(pids, rec.Pid)
+		delete(pids, rec.GoferPid)
+		if watched.proc != nil {
+			if err := watched.proc.Signal(unix.SIGKILL); !errors.Is(err, os.ErrClosed) {
+				all = append(all, err)
+			}
+		}
+	} else if rec.Pid != 0 && launcher.Alive(rec.Pid, rec.StartTicks) {
+		pids[rec.Pid] = true
+	}
+	delete(pids, os.Getpid())
+	for pid := range pids {
+		if p := hold(pid); p != nil {
+			v = append(v, p)
+			all = append(all, p.Signal(unix.SIGKILL))
+		}
+	}
+	all = append(all, g.Kill())
+	return v, errors.Join(all...)
 }
 
-// killStarting kills every runsc of this driver's folder that is called for the sandbox.
-func (d *Driver) killStarting(id string) error {
+// hold takes hold of a process that was just seen; nil when it is gone.
+func hold(pid int) *launcher.Process {
+	ticks, err := launcher.StartTime(pid)
+	if err != nil {
+		return nil
+	}
+	p, err := launcher.Attach(pid, ticks)
+	if err != nil {
+		return nil
+	}
+	return p
+}
+
+func (v victims) close() {
+	for _, p := range v {
+		_ = p.Close()
+	}
+}
+
+// await waits until all of them have ended.
+func (v victims) await(ctx context.Context) error {
+	for _, p := range v {
+		if _, err := p.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// starters gives every runsc of this driver's folder that is called for the sandbox.
+func (d *Driver) starters(id string) ([]int, error) {
 	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
-		return errs.Wrap(err, errs.InternalError, "list the processes: %v", err)
+		return nil, errs.Wrap(err, errs.InternalError, "list the processes: %v", err)
 	}
+	var pids []int
 	for _, file := range files {
 		data, err := os.ReadFile(file)
 		if err != nil {
@@ -178,15 +251,11 @@ func (d *Driver) killStarting(id string) error {
 		if !slices.Contains(args, "--root="+d.state) || args[len(args)-1] != id {
 			continue
 		}
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file)))
-		if err != nil || pid == os.Getpid() {
-			continue
-		}
-		if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
-			return errs.Wrap(err, errs.InternalError, "kill the unfinished start of sandbox %s (process %d): %v", id, pid, err)
+		if pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file))); err == nil {
+			pids = append(pids, pid)
 		}
 	}
-	return nil
+	return pids, nil
 }
 
 // Delete implements runtime.Driver.
@@ -203,13 +272,14 @@ func (d *Driver) Delete(ctx context.Context, id string) error {
 		rec = record{Version: handleVersion, ID: id, Cgroup: d.cgroups.Path(id)}
 	}
 	// Before the token: a command that waits for the sandbox ends when the sandbox does.
-	killErr := d.killProcess(rec)
+	v, killErr := d.kill(rec)
+	defer v.close()
 	e := d.entry(id)
 	if err := d.lockOp(ctx, e); err != nil {
 		return err
 	}
 	defer e.unlock()
-	return errors.Join(killErr, d.remove(ctx, e, rec, known))
+	return errors.Join(killErr, v.await(ctx), d.remove(ctx, e, rec, known))
 }
 
 // remove runs every step of the teardown and then looks. The caller holds the sandbox's token.
@@ -220,7 +290,10 @@ func (d *Driver) remove(ctx context.Context, e *entry, rec record, known bool) e
 			all = append(all, err)
 		}
 	}
-	step(d.killProcess(rec))
+	v, err := d.kill(rec)
+	defer v.close()
+	step(err)
+	step(v.await(ctx))
 	step(d.awaitEnd(ctx, rec))
 	step(d.deleteRuntime(ctx, rec, known))
 	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
@@ -247,31 +320,20 @@ func (d *Driver) remove(ctx context.Context, e *entry, rec record, known bool) e
 	return nil
 }
 
-// awaitEnd waits until the killed sandbox process is gone, so that its exit is seen before its group is removed.
+// awaitEnd waits until the watch has seen the end, before the group that knows about memory is removed.
 func (d *Driver) awaitEnd(ctx context.Context, rec record) error {
-	if w := d.watchOf(rec.ID); w != nil {
-		select {
-		case <-w.done:
-			return nil
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-d.ctx.Done():
-			return errs.New(errs.ShuttingDown, "the runtime driver is closed")
-		}
-	}
-	if rec.Pid == 0 {
+	w := d.watchOf(rec.ID)
+	if w == nil {
 		return nil
 	}
-	p, err := launcher.Attach(rec.Pid, rec.StartTicks)
-	if errs.Has(err, errs.ObjectNotFound) {
+	select {
+	case <-w.gone:
 		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-d.ctx.Done():
+		return errs.New(errs.ShuttingDown, "the runtime driver is closed")
 	}
-	if err != nil {
-		return err
-	}
-	defer p.Close()
-	_, err = p.Wait(ctx)
-	return err
 }
 
 // deleteRuntime removes what runsc keeps. runsc does it itself where that is safe: it kills the process

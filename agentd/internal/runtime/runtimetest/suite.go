@@ -86,7 +86,7 @@ func Run(t *testing.T, h Harness) {
 }
 
 // NewID makes an id as the coordinator does.
-func NewID(t *testing.T) string {
+func NewID(t testing.TB) string {
 	t.Helper()
 	id, err := uuid.NewV7()
 	if err != nil {
