@@ -64,6 +64,7 @@ down: ## end a demo that was left up
 .PHONY: test race lint gen gen-check
 test: tools images build bundle ## every test, on real parts
 	@status=0; \
+	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
 	go test -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -vE '$(HEAVY)') || status=1; \
 	go test -p 1 -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -E '$(HEAVY)') || status=1; \
 	exit $$status

@@ -382,3 +382,34 @@ func leaveTrail() error {
 	fmt.Println(s.Dir)
 	select {}
 }
+
+// A stack that cannot be started says what is missing and leaves nothing.
+func TestUpFailsCleanly(t *testing.T) {
+	ownBase(t)
+	t.Setenv("DORMOUSE_CACHE", t.TempDir())
+	dir := filepath.Join(stack.Base(), "s")
+	if _, err := stack.Up(t.Context(), stack.Options{Dir: dir}); err == nil || !strings.Contains(err.Error(), "scripts/tools.sh") {
+		t.Errorf("without tools: %v; want an error that names the command to run", err)
+	}
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the folder: %v", err)
+	}
+	if all, err := stack.Indexed(); err != nil || len(all) > 0 {
+		t.Errorf("index: %d stacks, %v", len(all), err)
+	}
+
+	foreign := filepath.Join(stack.Base(), "foreign")
+	if err := os.MkdirAll(foreign, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(foreign, "somebody's")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := stack.Up(t.Context(), stack.Options{Dir: foreign}); err == nil {
+		t.Error("a folder with other content was taken")
+	}
+	if _, err := os.Stat(file); err != nil {
+		t.Errorf("the file that was there: %v", err)
+	}
+}
