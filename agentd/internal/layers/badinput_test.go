@@ -29,7 +29,7 @@ import (
 )
 
 // refused asks for an image and wants the reason; nothing may be left behind, and no secret may be told.
-func refused(t *testing.T, s *Store, ref string, opts EnsureOptions, want errs.Reason) *errs.Error {
+func refused(t *testing.T, s *Store, ref string, opts EnsureOptions, want errs.Reason) told {
 	t.Helper()
 	_, err := s.Ensure(context.Background(), ref, opts)
 	if !errs.Has(err, want) {
@@ -62,14 +62,19 @@ func refused(t *testing.T, s *Store, ref string, opts EnsureOptions, want errs.R
 	if err != nil || len(leases) != 0 {
 		t.Errorf("leases: %v %v", leases, err)
 	}
-	return errs.From(errAs(t, s, ref, opts))
+	// A refusal is the same the second time.
+	_, err = s.Ensure(context.Background(), ref, opts)
+	e := errs.From(err)
+	if e.Reason != want {
+		t.Errorf("%s: the second time %v", ref, err)
+	}
+	return told{e.Message, e.Details}
 }
 
-// errAs asks again: a refusal is the same the second time.
-func errAs(t *testing.T, s *Store, ref string, opts EnsureOptions) error {
-	t.Helper()
-	_, err := s.Ensure(context.Background(), ref, opts)
-	return err
+// told is what an error says to its reader.
+type told struct {
+	Message string
+	Details map[string]string
 }
 
 func TestBadInput_References(t *testing.T) {

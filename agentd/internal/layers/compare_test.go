@@ -18,7 +18,6 @@ import (
 	"time"
 
 	containerd "github.com/containerd/containerd/v2/client"
-	"github.com/containerd/containerd/v2/core/images"
 	"github.com/containerd/containerd/v2/core/mount"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/platforms"
@@ -138,7 +137,7 @@ func mountOverlay(t *testing.T, s *Store, img Image) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ci := containerd.NewImageWithPlatform(s.client, images.Image(rec), platforms.Only(s.platform))
+	ci := containerd.NewImageWithPlatform(s.client, rec, platforms.Only(s.platform))
 	if err := ci.Unpack(ctx, "overlayfs"); err != nil {
 		t.Fatalf("unpack: %v", err)
 	}

@@ -57,7 +57,7 @@ const (
 func TestMain(m *testing.M) {
 	code, err := runReal(m)
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "the real components did not start:", err)
+		fmt.Fprintln(os.Stderr, "the real components did not start or goroutines are left:", err)
 		code = 1
 	}
 	os.Exit(code)
@@ -87,6 +87,7 @@ func runReal(m *testing.M) (code int, err error) {
 	return m.Run(), goleak.Find(
 		goleak.IgnoreTopFunction("net/http.(*persistConn).readLoop"), // of the test's own pushes
 		goleak.IgnoreTopFunction("net/http.(*persistConn).writeLoop"),
+		goleak.IgnoreAnyFunction("github.com/google/go-containerregistry/internal/gzip.ReadCloserLevel.func1"), // a push of what is there
 		goleak.IgnoreAnyFunction("github.com/dormouse-run/dormouse/agentd/internal/layers.waitFor.func1"))
 }
 

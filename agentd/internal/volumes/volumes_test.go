@@ -45,12 +45,19 @@ func must(t *testing.T, err error) {
 	}
 }
 
-func wants(t *testing.T, err error, reason errs.Reason) *errs.Error {
+// told is what an error says to its reader.
+type told struct {
+	Message string
+	Details map[string]string
+}
+
+func wants(t *testing.T, err error, reason errs.Reason) told {
 	t.Helper()
 	if !errs.Has(err, reason) {
 		t.Fatalf("got %v, want %s", err, reason)
 	}
-	return errs.From(err)
+	e := errs.From(err)
+	return told{e.Message, e.Details}
 }
 
 func TestCreateIsIdempotentByUID(t *testing.T) {
