@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -109,5 +110,31 @@ func TestDamageIsSeen(t *testing.T) {
 				t.Fatalf("a damaged bundle was installed: %v", err)
 			}
 		})
+	}
+}
+
+// The script and this package agree on what a bundle is, and the same sources give the same one.
+func TestScriptBuildsABundle(t *testing.T) {
+	script, err := filepath.Abs("../../../scripts/bundle.sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var digests []string
+	for range 2 {
+		out := filepath.Join(t.TempDir(), "bundle")
+		if said, err := exec.Command(script, out).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, said)
+		}
+		b, err := Open(out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if b.RunscVersion == "" {
+			t.Error("the bundle does not tell the runtime's version")
+		}
+		digests = append(digests, b.Digest)
+	}
+	if digests[0] != digests[1] {
+		t.Errorf("two builds of the same sources: %v", digests)
 	}
 }

@@ -329,6 +329,19 @@ func TestDeleteSparesAStrangerWithThePid(t *testing.T) {
 	must(t, n.d.Delete(bounded(t), cfg.ID))
 }
 
+// A signal reaches init, whose own end it then is.
+func TestKillSignalsInit(t *testing.T) {
+	n := newNode(t)
+	cfg := n.start(t, nil)
+	n.mustSh(t, cfg.ID, "trap 'exit 21' TERM")
+	must(t, n.d.Kill(bounded(t), cfg.ID, syscall.SIGTERM))
+	exit, err := n.d.Wait(bounded(t), cfg.ID)
+	must(t, err)
+	if !exit.Known || exit.Code != 21 || exit.Signal != 0 {
+		t.Fatalf("exit %+v, want code 21", exit)
+	}
+}
+
 // A start that cannot work leaves nothing and says why.
 func TestFailedStarts(t *testing.T) {
 	n := newNode(t)
