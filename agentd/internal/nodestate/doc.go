@@ -12,12 +12,15 @@
 //	  <uid>              Sandbox, JSON
 //	snapshots
 //	  <uid>              Snapshot, JSON
+//	volumes
+//	  <uid>              Volume, JSON: whose it is
 //	commands
 //	  <command id>       Command, JSON: the digest of a command's body and its result
 //	commands_by_time
 //	  <8 bytes, big endian: unix nanoseconds><command id>   empty; the order in which results expire
 //
-// Images and volumes are not here: packages layers and volumes keep their own.
+// Packages layers and volumes keep their own records of what images and volumes are; only a volume's
+// owner is here.
 //
 // # Invariants
 //

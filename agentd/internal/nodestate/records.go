@@ -104,6 +104,30 @@ type Snapshot struct {
 	Status           snapshot.Status `json:"status"`
 }
 
+// Volume says whose a volume is. It is written before the volume is made and removed after it is gone.
+type Volume struct {
+	UID     string    `json:"uid"`
+	Tenant  string    `json:"tenant"`
+	Created time.Time `json:"created"`
+}
+
+// PutVolume writes a record as a whole.
+func (s *Store) PutVolume(rec Volume) error {
+	return s.update(func(tx *bolt.Tx) error { return put(tx.Bucket(bucketVolumes), rec.UID, rec) })
+}
+
+// Volume reads one record; OBJECT_NOT_FOUND.
+func (s *Store) Volume(uid string) (Volume, error) {
+	var rec Volume
+	return rec, s.get(bucketVolumes, "volume", uid, &rec)
+}
+
+// Volumes reads all records, in the order of their uids.
+func (s *Store) Volumes() ([]Volume, error) { return list[Volume](s, bucketVolumes, "volume") }
+
+// RemoveVolume removes a record. Idempotent.
+func (s *Store) RemoveVolume(uid string) error { return s.remove(bucketVolumes, uid) }
+
 // PutSandbox writes a record as a whole. The observation counter must not go down.
 func (s *Store) PutSandbox(rec Sandbox) error {
 	return s.update(func(tx *bolt.Tx) error {

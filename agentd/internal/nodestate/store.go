@@ -23,6 +23,7 @@ var (
 	bucketMeta      = []byte("meta")
 	bucketSandboxes = []byte("sandboxes")
 	bucketSnapshots = []byte("snapshots")
+	bucketVolumes   = []byte("volumes")
 	bucketCommands  = []byte("commands")
 	bucketByTime    = []byte("commands_by_time")
 
@@ -190,7 +191,7 @@ func migrate(db *bolt.DB, node string, version int, steps []migration) error {
 }
 
 func initialise(tx *bolt.Tx, node string, version int) error {
-	for _, name := range [][]byte{bucketMeta, bucketSandboxes, bucketSnapshots, bucketCommands, bucketByTime} {
+	for _, name := range [][]byte{bucketMeta, bucketSandboxes, bucketSnapshots, bucketVolumes, bucketCommands, bucketByTime} {
 		if _, err := tx.CreateBucket(name); err != nil {
 			return err
 		}

@@ -60,7 +60,14 @@ func (o *owner) attachVolumes(ctx context.Context, b *build) error {
 }
 
 func (o *owner) detachVolumes(ctx context.Context) error {
-	return o.n.Volumes.DetachAll(ctx, o.uid)
+	if !o.exists {
+		return o.n.Volumes.Detach(ctx, nil, o.uid)
+	}
+	volumes := make([]string, 0, len(o.rec.Spec.Volumes))
+	for _, v := range o.rec.Spec.Volumes {
+		volumes = append(volumes, v.VolumeUID)
+	}
+	return o.n.Volumes.Detach(ctx, volumes, o.uid)
 }
 
 func (o *owner) makeFolder(_ context.Context, _ *build) error {

@@ -26,7 +26,7 @@ const (
 	mailboxLength = 16
 )
 
-// Options are what a node is made of. All but Fault, Now and Log are needed.
+// Options are what a node is made of. All but Log, Now, Measure and Fault are needed.
 type Options struct {
 	Store    *nodestate.Store
 	Driver   runtime.Driver
@@ -49,6 +49,8 @@ type Options struct {
 
 	Log *slog.Logger
 	Now func() time.Time
+	// Measure is told of each step of a start or restore; for metrics. May be nil.
+	Measure func(verb, step string, took time.Duration, err error)
 	// Fault is asked at each fault point; an error stops the owner dead, as a crash would. Tests only.
 	Fault func(point string) error
 }

@@ -44,8 +44,8 @@ type Images interface {
 type Volumes interface {
 	// Attach gives the volume's folder to the holder. ALREADY_ATTACHED names another holder.
 	Attach(ctx context.Context, volumeUID, holder string, readOnly bool) (dir string, err error)
-	// DetachAll takes back everything the holder has.
-	DetachAll(ctx context.Context, holder string) error
+	// Detach takes volumes back from the holder. Nil means whatever it has.
+	Detach(ctx context.Context, volumeUIDs []string, holder string) error
 }
 
 // Lease is a network namespace that is kept until the sandbox has entered it.

@@ -71,7 +71,11 @@ func (o *owner) make(ctx context.Context, b *build) error {
 		}
 		err := context.Cause(ctx)
 		if err == nil {
+			began := o.n.Now()
 			err = s.do(ctx)
+			if o.n.Measure != nil {
+				o.n.Measure(b.verb, s.name, o.n.Now().Sub(began), err)
+			}
 		}
 		if err != nil {
 			return inStep(ctx, s.name, err)

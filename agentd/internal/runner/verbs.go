@@ -207,7 +207,7 @@ func (n *Node) Delete(ctx context.Context, uid string) error {
 			if errs.Has(err, errs.ObjectNotFound) && errors.Is(statErr, fs.ErrNotExist) {
 				return nil
 			}
-			o.rec = nodestate.Sandbox{UID: uid}
+			return o.unmake(ctx)
 		}
 		return o.remove(ctx)
 	})

@@ -263,10 +263,10 @@ func (v volumes) Attach(_ context.Context, vol, holder string, _ bool) (string, 
 	return "/volumes/" + vol, nil
 }
 
-func (v volumes) DetachAll(_ context.Context, holder string) error {
+func (v volumes) Detach(_ context.Context, uids []string, holder string) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	maps.DeleteFunc(v.world.volumes, func(_, h string) bool { return h == holder })
+	maps.DeleteFunc(v.world.volumes, func(id, h string) bool { return h == holder && (uids == nil || slices.Contains(uids, id)) })
 	return nil
 }
 

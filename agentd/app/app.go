@@ -1,0 +1,272 @@
+// Package app is agentd as a library: its configuration, and its parts put together in a stated order,
+// so that tests run all that the program runs.
+//
+// # Order of starting
+//
+//  1. The records: the lock on them keeps a second agentd of this node out.
+//  2. The admin socket: health can be asked while the rest starts (alive, not ready).
+//  3. Bundles, launcher, control groups, driver; then images, volumes, networks, snapshots: what the
+//     runner stands on. Each clears what a crash left in its own folder.
+//  4. The runner, and reconcile: records and node are brought together before anything new is asked.
+//  5. The node API and agentctl's socket.
+//  6. The session with the coordinator: only now is the node known to be there.
+//
+// # Order of stopping
+//
+// The other way round: the session ends, calls that are being answered are drained for a bounded time,
+// what is still going on is cancelled and undone, then the stores close. Nothing that runs is stopped: sandboxes
+// outlive agentd, whatever ends it.
+//
+// # Goroutines
+//
+// Serve owns one for each listener, one for the admin socket and one for the session, and waits for all of them.
+// The parts own theirs, and end them in Close.
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	goruntime "runtime"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/cgroup"
+	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
+	"github.com/dormouse-run/dormouse/agentd/internal/layers"
+	"github.com/dormouse-run/dormouse/agentd/internal/network"
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
+	"github.com/dormouse-run/dormouse/agentd/internal/runner"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime/runsc"
+	"github.com/dormouse-run/dormouse/agentd/internal/session"
+	"github.com/dormouse-run/dormouse/agentd/internal/volumes"
+	"github.com/dormouse-run/dormouse/pkg/obs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+)
+
+// App is one agentd.
+type App struct {
+	cfg     Config
+	log     *slog.Logger
+	metrics *prometheus.Registry
+	health  *obs.Health
+	tls     *pki.Source
+
+	state     *nodestate.Store
+	bundles   *bundles
+	groups    *cgroup.Manager
+	driver    runtime.Driver
+	images    *layers.Store
+	volumes   *volumeParts
+	snapshots *checkpoint.Store
+	run       *runner.Node
+	commands  *runner.Commands
+	node      *node
+	session   *session.Client
+	conn      *grpc.ClientConn
+
+	// closers run from the last to the first.
+	closers []func() error
+}
+
+// New opens everything and reconciles; nothing is served and nobody is told yet. Close takes it back.
+func New(ctx context.Context, cfg Config, log *slog.Logger) (a *App, err error) {
+	if err := cfg.check(); err != nil {
+		return nil, fmt.Errorf("configuration: %w", err)
+	}
+	a = &App{cfg: cfg, log: log.With("node", cfg.Node), metrics: obs.NewRegistry(), health: obs.NewHealth()}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, a.Close())
+		}
+	}()
+	for _, open := range []func(context.Context) error{a.openState, a.openRuntime, a.openStores, a.openRunner, a.openSession, a.reconcile} {
+		if err := open(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return a, a.measure()
+}
+
+// Close lets go of everything, in the reverse order of opening. Sandboxes go on.
+func (a *App) Close() error {
+	var all []error
+	for i := len(a.closers) - 1; i >= 0; i-- {
+		all = append(all, a.closers[i]())
+	}
+	a.closers = nil
+	return errors.Join(all...)
+}
+
+func (a *App) onClose(fn func() error) { a.closers = append(a.closers, fn) }
+
+func quiet(fn func()) func() error { return func() error { fn(); return nil } }
+
+func (a *App) dir(name string) string { return filepath.Join(a.cfg.StateDir, name) }
+
+func (a *App) openState(context.Context) error {
+	if err := os.MkdirAll(a.cfg.StateDir, 0o700); err != nil {
+		return fmt.Errorf("state folder: %w", err)
+	}
+	if err := os.Chmod(a.cfg.StateDir, 0o700); err != nil {
+		return fmt.Errorf("state folder: %w", err)
+	}
+	state, err := nodestate.Open(nodestate.Options{Path: a.dir("state.db"), Node: a.cfg.Node, Commands: a.cfg.Limits.Commands})
+	if err != nil {
+		return err
+	}
+	a.state = state
+	a.onClose(state.Close)
+	a.tls, err = pki.Open(a.cfg.TLS, func(err error) {
+		if err != nil {
+			a.log.Error("the TLS files changed and do not fit together; the old ones stay in use", "error", err)
+		}
+	})
+	return err
+}
+
+func (a *App) openRuntime(context.Context) error {
+	var err error
+	a.bundles, err = openBundles(a.cfg.Bundle.Dir, a.cfg.Bundle.Root, func(d string, err error) {
+		a.log.Error("an installed runtime bundle cannot be used", "bundle", d, "error", err)
+	})
+	if err != nil {
+		return err
+	}
+	launch, err := launcher.New(launcher.Options{MountNS: a.cfg.MountNS})
+	if err != nil {
+		return err
+	}
+	a.onClose(launch.Close)
+	if a.groups, err = cgroup.Open(cgroup.Options{Parent: a.cfg.Cgroup}); err != nil {
+		return err
+	}
+	driver, err := runsc.New(runsc.Options{Root: a.dir("runsc"), Launcher: launch, Cgroups: a.groups, Log: a.log})
+	if err != nil {
+		return err
+	}
+	a.driver = driver
+	a.onClose(driver.Close)
+	return nil
+}
+
+// required are the files that every artefact of runsc has.
+var required = []string{"checkpoint.img", "pages.img", "pages_meta.img"}
+
+func (a *App) openStores(ctx context.Context) error {
+	mkfs, err := exec.LookPath(a.cfg.Layers.Mkfs)
+	if err != nil {
+		return fmt.Errorf("layers.mkfs: %w", err)
+	}
+	a.images, err = layers.New(layers.Config{
+		Root: a.cfg.Layers.Root, Node: a.cfg.Node, ContainerdSocket: a.cfg.Containerd.Socket, Namespace: a.cfg.Containerd.Namespace, Mkfs: mkfs,
+		HostsDir: a.cfg.Registry.HostsDir, CAFiles: a.cfg.Registry.CAFiles, PlainHTTP: a.cfg.Registry.PlainHTTP, DockerConfig: a.cfg.Registry.DockerConfig,
+		Conversions: a.cfg.Layers.Conversions, Log: a.log,
+	})
+	if err != nil {
+		return err
+	}
+	a.onClose(a.images.Close)
+	if report, err := a.images.Recover(ctx); err != nil {
+		// containerd may still be starting: what could not be cleared is cleared at the next start.
+		a.log.WarnContext(ctx, "images were not wholly recovered", "error", err)
+	} else {
+		a.log.InfoContext(ctx, "images recovered", "staging", report.Staging, "orphans", len(report.Orphans), "dropped", len(report.Dropped), "damaged", len(report.Damaged))
+	}
+	vols, err := volumes.New(volumes.Config{Root: a.dir("volumes"), Log: a.log})
+	if err != nil {
+		return err
+	}
+	a.onClose(quiet(vols.Close))
+	report, err := vols.Recover(ctx)
+	if err != nil {
+		return err
+	}
+	for _, id := range report.Damaged {
+		a.log.ErrorContext(ctx, "a volume's own record is damaged; it is left alone", "volume", id)
+	}
+	a.volumes = &volumeParts{store: vols, state: a.state}
+	a.snapshots, err = checkpoint.OpenStore(checkpoint.StoreOptions{Root: a.dir("snapshots"), Require: required, Reserve: int64(a.cfg.Reserve.Disk)})
+	if err != nil {
+		return err
+	}
+	return a.snapshots.Sweep()
+}
+
+func (a *App) openRunner(context.Context) error {
+	cpu, err := checkpoint.CPUFeatures()
+	if err != nil {
+		return err
+	}
+	pool := network.NewPool(network.Options{Size: a.cfg.Limits.Networks, Log: a.log})
+	a.onClose(pool.Close)
+	a.run, err = runner.New(runner.Options{
+		Store: a.state, Driver: a.driver, Images: images{a.images, a.cfg.Node}, Volumes: a.volumes, Networks: networks{pool}, Bundles: a.bundles,
+		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log}, Snapshots: a.snapshots,
+		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
+		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
+		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Log: a.log, Measure: a.stepTimes(),
+	})
+	if err != nil {
+		return err
+	}
+	a.onClose(quiet(a.run.Close))
+	a.volumes.freeze = a.run.Freeze
+	a.node = &node{cfg: a.cfg, run: a.run, state: a.state, images: a.images, volumes: a.volumes, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
+	return nil
+}
+
+func (a *App) openSession(context.Context) error {
+	network, addr := listenOn(a.cfg.Coordinator)
+	target := "passthrough:///" + addr
+	if network == "unix" {
+		target = "unix:" + addr
+	}
+	opts := append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(a.tls.Client(pki.RoleCoordinator, ""))))
+	conn, err := grpc.NewClient(target, opts...)
+	if err != nil {
+		return fmt.Errorf("coordinator %s: %w", a.cfg.Coordinator, err)
+	}
+	a.conn = conn
+	a.onClose(conn.Close)
+	a.session = session.New(session.Options{Conn: conn, Store: a.state, Node: a.node, Log: a.log})
+	a.commands = runner.NewCommands(a.state, a.session.Epoch)
+	a.onClose(quiet(a.commands.Close))
+	return nil
+}
+
+// reconcileTime bounds the start: what is not done then is tried again by the sandboxes' owners.
+const reconcileTime = 5 * time.Minute
+
+func (a *App) reconcile(ctx context.Context) error {
+	rec, err := a.sources().Records()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, reconcileTime)
+	defer cancel()
+	if err := reconcile.Apply(ctx, a.run, reconcile.Plan(rec), a.log); err != nil {
+		a.log.ErrorContext(ctx, "not everything could be reconciled; `agentctl doctor` names what is left", "error", err)
+	}
+	return ctx.Err()
+}
+
+func (a *App) sources() reconcile.Sources {
+	return reconcile.Sources{
+		Store: a.state, Driver: a.driver, Groups: a.groups, Artefacts: a.snapshots,
+		ImageHolds: images{a.images, a.cfg.Node}.holds, VolumeHolds: a.volumes.holds,
+		SandboxRoot: a.dir("sandboxes"), SnapshotRoot: a.dir("snapshots"), Mountinfo: "/proc/self/mountinfo",
+	}
+}

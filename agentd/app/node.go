@@ -1,0 +1,283 @@
+package app
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	goruntime "runtime"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/api"
+	"github.com/dormouse-run/dormouse/agentd/internal/guest"
+	"github.com/dormouse-run/dormouse/agentd/internal/layers"
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/runner"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/snapshot"
+	"github.com/dormouse-run/dormouse/pkg/version"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// node is the runner and the stores as API and session see them.
+type node struct {
+	cfg     Config
+	run     *runner.Node
+	state   *nodestate.Store
+	images  *layers.Store
+	volumes *volumeParts
+	bundles *bundles
+	cpu     []string
+	bootID  string
+}
+
+func observed(rec nodestate.Sandbox) api.Observed {
+	return api.Observed{UID: rec.UID, Tenant: rec.Tenant, Status: sandbox.Status{
+		Phase: rec.Phase, ObservedGeneration: rec.Generation, ImageDigest: rec.ImageDigest, ErofsDigest: rec.ErofsDigest,
+		RuntimeBundle: rec.Bundle, RestoredFrom: rec.RestoredFrom, StartTime: rec.StartTime, ExitCode: rec.ExitCode,
+		Reason: rec.Reason, Message: rec.Message, LastFreeze: rec.LastFreeze, Observation: rec.Observation,
+	}}
+}
+
+func snapshotOf(rec nodestate.Snapshot) snapshot.Snapshot {
+	return snapshot.Snapshot{UID: rec.UID, Tenant: rec.Tenant, Created: rec.Created, SourceSandboxUID: rec.SourceSandboxUID, Status: rec.Status}
+}
+
+// The runner, for the API.
+
+func (n *node) StartSandbox(ctx context.Context, req runner.StartRequest) (api.Observed, error) {
+	rec, err := n.run.Start(ctx, req)
+	return observed(rec), err
+}
+
+func (n *node) RestoreSandbox(ctx context.Context, req runner.RestoreRequest) (api.Observed, error) {
+	rec, err := n.run.Restore(ctx, req)
+	return observed(rec), err
+}
+
+func (n *node) DeleteSandbox(ctx context.Context, uid string) error { return n.run.Delete(ctx, uid) }
+
+func (n *node) CheckpointSandbox(ctx context.Context, req runner.CaptureRequest) (snapshot.Snapshot, error) {
+	rec, err := n.run.Checkpoint(ctx, req)
+	return snapshotOf(rec), err
+}
+
+func (n *node) DeleteSnapshot(ctx context.Context, uid string) error {
+	return n.run.DeleteSnapshot(ctx, uid)
+}
+
+// What runs, for the process service.
+
+func (n *node) Channel(uid string) (*guest.Conn, error) {
+	g, err := n.run.Guest(uid)
+	if err != nil {
+		return nil, err
+	}
+	c, ok := g.(*channel)
+	if !ok {
+		return nil, errs.New(errs.NotSupported, "the sandbox's channel runs no processes").With("feature", "processes")
+	}
+	return c.Conn, nil
+}
+
+func (n *node) Defaults(uid string) (api.Defaults, error) {
+	rec, err := n.state.Sandbox(uid)
+	return api.Defaults(rec.Defaults), err
+}
+
+func (n *node) Final(uid string) (runner.Final, error) { return n.run.Final(uid) }
+
+// Images, for the API.
+
+func (n *node) PullImage(ctx context.Context, reference string, progress func(*dormousev1.PullProgress)) (*dormousev1.Image, error) {
+	img, err := n.images.Ensure(ctx, reference, layers.EnsureOptions{Progress: func(p layers.Progress) {
+		progress(&dormousev1.PullProgress{Node: n.cfg.Node, Step: string(p.Phase), BytesDone: p.Done, BytesTotal: p.Total})
+	}})
+	if err != nil {
+		return nil, err
+	}
+	return n.imageProto(img), nil
+}
+
+func (n *node) RemoveImage(ctx context.Context, dgst string) error {
+	d, err := digest.Parse(dgst)
+	if err != nil {
+		return errs.New(errs.InvalidField, "digest: %q is no digest", dgst).With("field", "digest")
+	}
+	err = n.images.Remove(ctx, d)
+	if errs.Has(err, errs.ImageNotFound) {
+		return nil // removing what is not there succeeds
+	}
+	return err
+}
+
+func (n *node) imageProto(img layers.Image) *dormousev1.Image {
+	return &dormousev1.Image{Reference: img.Reference, Digest: img.Digest.String(), ErofsDigest: img.ErofsDigest.String(), SizeBytes: img.Size,
+		Layers: int32(img.Layers), Architecture: img.Architecture, Nodes: []string{n.cfg.Node}, PullTime: timestamppb.New(img.PulledAt)}
+}
+
+func (n *node) imageProtos(ctx context.Context) ([]*dormousev1.Image, error) {
+	all, err := n.images.List(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []*dormousev1.Image
+	for _, img := range all {
+		out = append(out, n.imageProto(img))
+	}
+	return out, nil
+}
+
+// Inventory is all that the node holds, from its records. A sandbox that is still being made is in it: its
+// uid is taken.
+func (n *node) Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, error) {
+	boxes, err := n.state.Sandboxes()
+	if err != nil {
+		return nil, err
+	}
+	snaps, err := n.state.Snapshots()
+	if err != nil {
+		return nil, err
+	}
+	vols, err := n.volumes.list(ctx)
+	if err != nil {
+		return nil, err
+	}
+	inv := &nodev1.GetInventoryResponse{}
+	for _, rec := range boxes {
+		inv.Sandboxes = append(inv.Sandboxes, observed(rec).Proto())
+	}
+	for _, rec := range snaps {
+		if rec.State == nodestate.SnapshotReady {
+			inv.Snapshots = append(inv.Snapshots, wire.SnapshotObservationToProto(snapshotOf(rec)))
+		}
+	}
+	for _, v := range vols {
+		inv.Volumes = append(inv.Volumes, wire.VolumeObservationToProto(v))
+	}
+	inv.Images, err = n.imageProtos(ctx)
+	return inv, err
+}
+
+// The session's view.
+
+// Hello is everything that the node says of itself.
+func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
+	inv, err := n.Inventory(ctx)
+	if err != nil {
+		return nil, err
+	}
+	epochs, err := n.state.Epochs()
+	if err != nil {
+		return nil, err
+	}
+	capacity, allocatable, err := n.resources()
+	if err != nil {
+		return nil, err
+	}
+	digests := n.bundles.digests()
+	slices.Sort(digests)
+	return &nodev1.Hello{
+		Node: n.cfg.Node, Address: n.cfg.Advertise, Version: version.Get().Version, Labels: n.cfg.Labels, Capacity: capacity, Allocatable: allocatable,
+		RuntimeBundles: digests, CpuFeatures: n.cpu, HighestCoordinatorEpoch: uint64(epochs.Coordinator), Architecture: goruntime.GOARCH,
+		Inventory: inv, BootId: n.bootID,
+	}, nil
+}
+
+// Heartbeat says how the node is now.
+func (n *node) Heartbeat(ctx context.Context) (*nodev1.Heartbeat, error) {
+	_, allocatable, err := n.resources()
+	if err != nil {
+		return nil, err
+	}
+	images, err := n.imageProtos(ctx)
+	if err != nil {
+		return nil, err
+	}
+	beat := &nodev1.Heartbeat{Allocatable: allocatable, Images: images, Problems: map[string]string{}}
+	free, _, err := diskOf(n.cfg.StateDir)
+	if err != nil {
+		beat.Problems["StateDir"] = "the state folder cannot be looked at"
+	} else if free < int64(n.cfg.Reserve.Disk) {
+		beat.Problems["DiskPressure"] = fmt.Sprintf("%d bytes are free, %d are to be left", free, int64(n.cfg.Reserve.Disk))
+	}
+	return beat, nil
+}
+
+// Due gives what the coordinator has not acknowledged.
+func (n *node) Due(context.Context) ([]*nodev1.SandboxObservation, error) {
+	all, err := n.state.Sandboxes()
+	if err != nil {
+		return nil, err
+	}
+	var due []*nodev1.SandboxObservation
+	for _, rec := range all {
+		if rec.Observation > rec.Acked {
+			due = append(due, observed(rec).Proto())
+		}
+	}
+	return due, nil
+}
+
+func (n *node) Changed() <-chan struct{} { return n.run.Changed() }
+
+// resources are what the node has and what it offers.
+func (n *node) resources() (capacity, allocatable *dormousev1.NodeResources, err error) {
+	memory, err := memTotal()
+	if err != nil {
+		return nil, nil, err
+	}
+	_, disk, err := diskOf(n.cfg.StateDir)
+	if err != nil {
+		return nil, nil, err
+	}
+	cpu := int64(goruntime.NumCPU()) * 1000
+	if l := n.cfg.Limits.CPUMillis; l > 0 {
+		cpu = l
+	}
+	if l := int64(n.cfg.Limits.Memory); l > 0 {
+		memory = l
+	}
+	capacity = &dormousev1.NodeResources{CpuMillis: cpu, MemoryBytes: memory, DiskBytes: disk, Sandboxes: n.cfg.Limits.Sandboxes}
+	allocatable = &dormousev1.NodeResources{
+		CpuMillis: max(cpu-n.cfg.Reserve.CPUMillis, 0), MemoryBytes: max(memory-int64(n.cfg.Reserve.Memory), 0),
+		DiskBytes: max(disk-int64(n.cfg.Reserve.Disk), 0), Sandboxes: n.cfg.Limits.Sandboxes,
+	}
+	return capacity, allocatable, nil
+}
+
+func diskOf(dir string) (free, total int64, err error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return 0, 0, errs.Wrap(err, errs.InternalError, "look at the disk of the state folder: %v", err)
+	}
+	return int64(st.Bavail) * st.Bsize, int64(st.Blocks) * st.Bsize, nil
+}
+
+func memTotal() (int64, error) {
+	f, err := os.Open("/proc/meminfo")
+	if err != nil {
+		return 0, errs.Wrap(err, errs.InternalError, "read the machine's memory: %v", err)
+	}
+	defer f.Close()
+	scan := bufio.NewScanner(f)
+	for scan.Scan() {
+		if rest, ok := strings.CutPrefix(scan.Text(), "MemTotal:"); ok {
+			kb, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
+			if err != nil {
+				return 0, errs.Wrap(err, errs.InternalError, "read the machine's memory: %v", err)
+			}
+			return kb << 10, nil
+		}
+	}
+	return 0, errs.New(errs.InternalError, "/proc/meminfo says nothing of the machine's memory")
+}

@@ -1,0 +1,156 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/api"
+	"github.com/dormouse-run/dormouse/agentd/internal/debug"
+	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
+	"github.com/dormouse-run/dormouse/pkg/obs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// drainTime bounds how long calls that are being answered are waited for when agentd stops.
+const drainTime = 10 * time.Second
+
+// maxMessage bounds what a peer may send in one message.
+const maxMessage = 8 << 20
+
+// Serve serves until ctx ends or a listener fails, then drains. It may be called once.
+func (a *App) Serve(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	nodeServer, debugServer, err := a.servers()
+	if err != nil {
+		return err
+	}
+	nodeListener, err := listen(a.cfg.Listen)
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	debugListener, err := obs.ListenRootOnly(a.cfg.DebugSocket())
+	if err != nil {
+		return errors.Join(err, nodeListener.Close())
+	}
+	a.conditions()
+
+	var group sync.WaitGroup
+	failed := func(what string, err error) {
+		if err != nil && ctx.Err() == nil {
+			cancel(fmt.Errorf("%s: %w", what, err))
+		}
+	}
+	adminCtx, endAdmin := context.WithCancel(context.WithoutCancel(ctx))
+	defer endAdmin()
+	group.Go(func() {
+		failed("admin socket", obs.ServeAdmin(adminCtx, a.cfg.AdminSocket(), obs.AdminHandler(a.metrics, a.health, nil)))
+	})
+	group.Go(func() { failed("node API", nodeServer.Serve(nodeListener)) })
+	group.Go(func() { failed("debug socket", debugServer.Serve(debugListener)) })
+	sessionCtx, endSession := context.WithCancel(ctx)
+	var sessionDone sync.WaitGroup
+	sessionDone.Go(func() { a.session.Run(sessionCtx) })
+	a.log.InfoContext(ctx, "serving", "listen", nodeListener.Addr().String(), "debug", a.cfg.DebugSocket(), "bundle", a.bundles.Current().Digest)
+
+	<-ctx.Done()
+	endSession()
+	sessionDone.Wait()
+	drain(nodeServer, debugServer)
+	endAdmin()
+	group.Wait()
+	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
+		return cause
+	}
+	return nil
+}
+
+// drain lets calls end for a bounded time and then cuts them: what they asked for goes on in the runner,
+// or is undone when that closes.
+func drain(servers ...*grpc.Server) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		var all sync.WaitGroup
+		for _, s := range servers {
+			all.Go(s.GracefulStop)
+		}
+		all.Wait()
+	}()
+	timer := time.NewTimer(drainTime)
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
+		for _, s := range servers {
+			s.Stop()
+		}
+		<-done
+	}
+}
+
+func (a *App) servers() (nodeServer, debugServer *grpc.Server, err error) {
+	around, err := wire.NewServer(a.log, a.metrics)
+	if err != nil {
+		return nil, nil, err
+	}
+	opts := append(around.Options(), grpc.MaxRecvMsgSize(maxMessage))
+	processes := &api.Processes{Sandboxes: a.node}
+	nodeServer = grpc.NewServer(append(opts, grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
+	nodev1.RegisterAgentServiceServer(nodeServer, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
+	dormousev1.RegisterProcessServiceServer(nodeServer, processes)
+
+	debugServer = grpc.NewServer(opts...)
+	nodev1.RegisterDebugServiceServer(debugServer, &debug.Server{
+		Summary: a.overview, Objects: a.objects(), Processes: processes,
+		Examine: func(ctx context.Context, fix bool) ([]reconcile.Result, map[string]int, error) {
+			return reconcile.Examine(ctx, a.sources(), a.run, fix)
+		},
+	})
+	return nodeServer, debugServer, nil
+}
+
+// conditions say what ready and alive mean: alive is that the records answer; ready is that the coordinator
+// has us too.
+func (a *App) conditions() {
+	records := func(context.Context) error {
+		_, err := a.state.Epochs()
+		return err
+	}
+	a.health.Alive("records", records)
+	a.health.Ready("records", records)
+	a.health.Ready("session", func(context.Context) error {
+		if !a.session.Connected() {
+			return errors.New("no session with the coordinator")
+		}
+		return nil
+	})
+}
+
+// listen opens a TCP or unix listener. A unix socket that a dead agentd left is replaced; it is for the
+// owner alone, and TLS is spoken on it all the same.
+func listen(address string) (net.Listener, error) {
+	network, addr := listenOn(address)
+	if network == "unix" {
+		return obs.ListenRootOnly(addr)
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(context.Background(), network, addr)
+	if err != nil && os.IsPermission(err) {
+		return nil, fmt.Errorf("%w: use a port above 1023", err)
+	}
+	return l, err
+}
