@@ -25,7 +25,7 @@ chmod 0755 "$stage/bundle/runsc" "$stage/init"
 chmod 0755 "$stage/init/guestinit"
 
 # The flags make the file depend on nothing but its content; gVisor cannot map inline data.
-"$bin/mkfs.erofs" --quiet -b4096 -U clear -Enoinline_data -T0 --mkfs-time --all-root \
+"$bin/mkfs.erofs" --quiet -b4096 -U clear -Enoinline_data -T0 --all-root \
 	"$stage/bundle/guestinit.erofs" "$stage/init" >/dev/null
 
 cd "$stage/bundle"

@@ -34,8 +34,9 @@ import (
 )
 
 const (
-	// InitDir is where guest init's file system is mounted, and InitPath is its program.
-	InitDir  = "/.dormouse"
+	// InitDir is where guest init's file system is mounted.
+	InitDir = "/.dormouse"
+	// InitPath is its program.
 	InitPath = InitDir + "/guestinit"
 
 	// SentryMemory is the runtime's own share of a sandbox's memory limit: the sentry's heap, its

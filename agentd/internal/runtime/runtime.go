@@ -185,14 +185,15 @@ type Handle []byte
 // Phase is a sandbox's state as the runtime shows it.
 type Phase string
 
+// The phases.
+//
+// Creating: the driver wrote down that it starts the sandbox; whether it came to be is not known. Only a
+// crash or a Start that is going on shows it. Stopped: its processes are gone, its records are not.
 const (
-	// Creating: the driver wrote down that it starts the sandbox; whether it came to be is not known.
-	// Only a crash or a Start that is going on shows it.
 	Creating Phase = "creating"
 	Running  Phase = "running"
 	Paused   Phase = "paused"
-	// Stopped: its processes are gone, its records are not.
-	Stopped Phase = "stopped"
+	Stopped  Phase = "stopped"
 )
 
 // Status is one sandbox as observed.

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/cgroup"
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -31,25 +32,17 @@ func (d *Driver) State(ctx context.Context, id string) (runtime.Status, error) {
 // observe gives the status of an id, with an empty phase when nothing of it is there. Damaged records
 // hide nothing: the processes are then looked for in the group that the id names.
 func (d *Driver) observe(id string) (runtime.Status, error) {
-	rec, known, err := d.loadRecord(id)
-	if err != nil && !errs.Has(err, errs.StateDamaged) {
-		return runtime.Status{}, err
-	}
-	damaged := err != nil
-	st, hasState, err := d.loadState(id)
-	if err != nil && !errs.Has(err, errs.StateDamaged) {
-		return runtime.Status{}, err
-	}
-	damaged = damaged || err != nil
-	g := d.cgroups.Group(id)
-	s := runtime.Status{ID: id, BundleDigest: rec.BundleDigest, StartedAt: rec.StartedAt}
-	if !known && !hasState && !damaged {
-		if g.Exists() {
-			s.Phase = runtime.Stopped
-			if pids, err := g.Pids(); err != nil || len(pids) > 0 {
-				s.Phase = runtime.Creating
-			}
+	rec, known, recErr := d.loadRecord(id)
+	st, hasState, stErr := d.loadState(id)
+	for _, err := range []error{recErr, stErr} {
+		if err != nil && !errs.Has(err, errs.StateDamaged) {
+			return runtime.Status{}, err
 		}
+	}
+	g := d.cgroups.Group(id)
+	s := runtime.Status{ID: id, BundleDigest: rec.BundleDigest}
+	if !known && !hasState && recErr == nil && stErr == nil {
+		s.Phase = groupPhase(g)
 		return s, nil
 	}
 	if rec.Exit != nil {
@@ -60,20 +53,33 @@ func (d *Driver) observe(id string) (runtime.Status, error) {
 	if err != nil {
 		return runtime.Status{}, err
 	}
+	unborn := rec.Pid == 0 && known && !hasState && d.starting(id)
 	switch {
+	case !alive && !unborn:
+		s.Phase = runtime.Stopped
+		return s, nil
 	case alive && st.Status == "running":
 		s.Phase = runtime.Running
 	case alive && st.Status == "paused":
 		s.Phase = runtime.Paused
-	case alive, rec.Pid == 0 && !hasState && known && d.starting(id):
-		s.Phase = runtime.Creating
 	default:
-		s.Phase, s.StartedAt = runtime.Stopped, time.Time{}
+		s.Phase = runtime.Creating
 	}
 	if alive {
-		s.Pid = pid
+		s.Pid, s.StartedAt = pid, rec.StartedAt
 	}
 	return s, nil
+}
+
+// groupPhase is the phase of an id of which at most a group is left; "" when not even that.
+func groupPhase(g *cgroup.Group) runtime.Phase {
+	if !g.Exists() {
+		return ""
+	}
+	if pids, err := g.Pids(); err != nil || len(pids) > 0 {
+		return runtime.Creating
+	}
+	return runtime.Stopped
 }
 
 // process gives the sandbox process and whether it lives. Its number is believed only with the start
