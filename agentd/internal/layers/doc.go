@@ -11,7 +11,7 @@
 //	images/<hex>.erofs       the files, named by their own sha256 digest; never changed once there
 //	records/<hex>.json       one an image manifest, named by its digest: which file it became, its configuration
 //	refs/<hex>.json          which manifest a reference or an index stood for when last resolved, by a hash of its name
-//	holders/<hex>/<holder>   one a holder of a file: while one exists the file is never removed
+//	holders/<hex>/<holder>@<node>  one a holder of a file: while one exists the file is never removed
 //	staging/<random>/        work in progress; its owner holds a lock on the file "lock" in it
 //	locks/                   stripes of conversion locks, so that one process at a time prepares an image
 //	lock                     taken for every change of images, records, refs and holders, briefly
@@ -39,4 +39,7 @@
 //
 // Images in containerd are a cache: they let a second image that shares layers download less, and are the
 // first thing that GC gives up.
+//
+// An image that is here is given to whoever names its digest, without asking the registry again: who may
+// use which image is decided before this package is called.
 package layers

@@ -5,8 +5,10 @@ package layers
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,6 +16,8 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
 // Removed is a file that GC or Recover removed.
@@ -270,6 +274,11 @@ func (s *Store) recoverFiles(rep *Report) error {
 	if err != nil {
 		return err
 	}
+	for file := range held {
+		if err := dropUnfinished(filepath.Join(s.disk.holders(), file.Encoded())); err != nil {
+			return err
+		}
+	}
 	entries, err := os.ReadDir(s.disk.images())
 	if err != nil {
 		return err
@@ -322,4 +331,42 @@ func dropUnfinished(dir string) error {
 		}
 	}
 	return removeDurably(dir, names...)
+}
+
+// Verify reads an image's file and compares it with its digest: a damaged one is DIGEST_MISMATCH. Nothing is
+// removed: sandboxes may be running from it, and its holders decide. It reads the whole file; the context
+// bounds it.
+func (s *Store) Verify(ctx context.Context, dgst digest.Digest) error {
+	file, err := s.fileOf(dgst)
+	if err != nil {
+		return err
+	}
+	f, err := os.Open(s.disk.erofsPath(file))
+	if errors.Is(err, os.ErrNotExist) {
+		return notHere(dgst.String())
+	}
+	if err != nil {
+		return s.hostError("verify", err)
+	}
+	defer f.Close()
+	h := sha256.New()
+	buf := make([]byte, 1<<20)
+	for {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		n, err := f.Read(buf)
+		h.Write(buf[:n])
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return s.hostError("verify", err)
+		}
+	}
+	if got := digest.NewDigest(digest.SHA256, h); got != file {
+		return errs.New(errs.DigestMismatch, "the file of the image %s is damaged on this node: end what uses it, remove it and pull it again", file).
+			With("want", file.String()).With("got", got.String())
+	}
+	return nil
 }

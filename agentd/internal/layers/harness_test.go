@@ -55,6 +55,9 @@ const (
 )
 
 func TestMain(m *testing.M) {
+	if cfg := os.Getenv(victimEnv); cfg != "" {
+		os.Exit(victim(cfg))
+	}
 	code, err := runReal(m)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "the real components did not start or goroutines are left:", err)

@@ -30,6 +30,12 @@ var holderName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$`)
 
 const maxListed = 10
 
+// nodeName may be empty: for a root that only one process uses.
+var nodeName = regexp.MustCompile(`^[A-Za-z0-9._:-]{0,128}$`)
+
+// holderFile is where a hold is recorded. Nodes that share a root may each hold for the same snapshot.
+func holderFile(holder, node string) string { return holder + "@" + node }
+
 func checkHolder(name string) error {
 	if !holderName.MatchString(name) {
 		return errs.New(errs.InvalidField, "%q cannot hold an image: use the uid of a sandbox or snapshot", name).With("field", "holder")
@@ -63,7 +69,7 @@ func (s *Store) holdLocked(file digest.Digest, holder string) error {
 		return s.hostError("hold", err)
 	}
 	dir := filepath.Join(s.disk.holders(), file.Encoded())
-	path := filepath.Join(dir, holder)
+	path := filepath.Join(dir, holderFile(holder, s.cfg.Node))
 	if _, err := os.Stat(path); err == nil {
 		return nil
 	}
@@ -80,7 +86,7 @@ func (s *Store) holdLocked(file digest.Digest, holder string) error {
 	return nil
 }
 
-// Release ends a hold. Releasing what is not held is success: the end is the same.
+// Release ends a hold of this node. Releasing what is not held is success: the end is the same.
 func (s *Store) Release(_ context.Context, dgst digest.Digest, holder string) error {
 	if err := checkHolder(holder); err != nil {
 		return err
@@ -98,7 +104,7 @@ func (s *Store) Release(_ context.Context, dgst digest.Digest, holder string) er
 		return err
 	}
 	dir := filepath.Join(s.disk.holders(), file.Encoded())
-	if err := removeDurably(dir, holder); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err := removeDurably(dir, holderFile(holder, s.cfg.Node)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return s.hostError("release", err)
 	}
 	return nil
@@ -156,10 +162,10 @@ func (s *Store) holdersOf(file digest.Digest) ([]Holder, error) {
 		if err := readJSON(filepath.Join(dir, e.Name()), &h); errors.Is(err, errNotRecorded) {
 			continue
 		}
-		h.Name = e.Name()
+		h.Name, h.Node, _ = strings.Cut(e.Name(), "@")
 		all = append(all, h)
 	}
-	slices.SortFunc(all, func(a, b Holder) int { return strings.Compare(a.Name, b.Name) })
+	slices.SortFunc(all, func(a, b Holder) int { return strings.Compare(holderFile(a.Name, a.Node), holderFile(b.Name, b.Node)) })
 	return all, nil
 }
 

@@ -38,7 +38,7 @@ func slowMkfs(t *testing.T, real string) (mkfs, runs, gate string) {
 	t.Helper()
 	d := t.TempDir()
 	mkfs, runs, gate = filepath.Join(d, "mkfs.erofs"), filepath.Join(d, "runs"), filepath.Join(d, "gate")
-	script := "#!/bin/sh\necho run >> " + runs + "\nwhile [ ! -e " + gate + " ]; do sleep 0.02; done\nexec " + real + " \"$@\"\n"
+	script := "#!/bin/sh\necho run $$ >> " + runs + "\nwhile [ ! -e " + gate + " ]; do sleep 0.02; done\nexec " + real + " \"$@\"\n"
 	if err := os.WriteFile(mkfs, []byte(script), 0o700); err != nil {
 		t.Fatal(err)
 	}

@@ -64,6 +64,9 @@ func New(cfg Config) (*Store, error) {
 	if !filepath.IsAbs(d.root) {
 		return nil, fmt.Errorf("the layers folder %q is not an absolute path", cfg.Root)
 	}
+	if !nodeName.MatchString(cfg.Node) {
+		return nil, fmt.Errorf("the node's name %q cannot be part of a file's name", cfg.Node)
+	}
 	if err := d.make(); err != nil {
 		return nil, fmt.Errorf("layers folder: %w", err)
 	}
