@@ -56,6 +56,9 @@ func NewPrinter(c *cli.Context) (Printer, error) {
 // Table tells whether the form is for people.
 func (p Printer) Table() bool { return p.format == "table" || p.format == "wide" }
 
+// Names tells whether only what identifies is shown.
+func (p Printer) Names() bool { return p.format == "name" }
+
 // List shows objects: as a table, as {"items": [...]}, or by what identifies them.
 func List[T proto.Message](p Printer, items []T, id func(T) string, columns []Column[T]) error {
 	switch p.format {
@@ -169,4 +172,12 @@ func Enum(value interface{ String() string }, prefix string) string {
 		return ""
 	}
 	return s[:1] + strings.ReplaceAll(strings.ToLower(s[1:]), "_", " ")
+}
+
+// Raw shows JSON that was made elsewhere; tables do not apply to it.
+func (p Printer) Raw(data []byte) error {
+	if !json.Valid(data) {
+		return fmt.Errorf("the answer is not JSON")
+	}
+	return p.Value(json.RawMessage(data))
 }

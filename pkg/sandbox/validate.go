@@ -192,13 +192,18 @@ func validateVolumes(vols []VolumeMount) *Problem {
 }
 
 func (r Resources) validate() *Problem {
-	for field, v := range map[string]int64{
-		"spec.resources.cpu_request_millis": r.CPURequestMillis, "spec.resources.cpu_limit_millis": r.CPULimitMillis,
-		"spec.resources.memory_request_bytes": r.MemoryRequestBytes, "spec.resources.memory_limit_bytes": r.MemoryLimitBytes,
-		"spec.resources.disk_limit_bytes": r.DiskLimitBytes,
+	for _, f := range []struct {
+		name  string
+		value int64
+	}{
+		{"cpu_request_millis", r.CPURequestMillis},
+		{"cpu_limit_millis", r.CPULimitMillis},
+		{"memory_request_bytes", r.MemoryRequestBytes},
+		{"memory_limit_bytes", r.MemoryLimitBytes},
+		{"disk_limit_bytes", r.DiskLimitBytes},
 	} {
-		if v < 0 {
-			return invalid(field, "must not be negative")
+		if f.value < 0 {
+			return invalid("spec.resources."+f.name, "must not be negative")
 		}
 	}
 	switch {
