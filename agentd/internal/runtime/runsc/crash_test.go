@@ -21,13 +21,14 @@ import (
 )
 
 // agentEnv makes the test binary play an agent that is killed: it starts the sandbox of the order in the
-// variable, prints the handle and waits for its end.
+// variable, prints the handle, saves the sandbox if it is told where, and waits for its end.
 const agentEnv = "DORMOUSE_RUNSC_TEST_AGENT"
 
 type agentOrder struct {
 	Root   string
 	Parent string
 	Config runtime.Config
+	Save   string
 }
 
 func TestMain(m *testing.M) {
@@ -55,13 +56,17 @@ func playAgent(order string) {
 	h, err := d.Start(context.Background(), o.Config)
 	fail(err)
 	fmt.Println(string(h))
+	if o.Save != "" {
+		fail(d.Pause(context.Background(), o.Config.ID))
+		fail(d.Save(context.Background(), o.Config.ID, runtime.SaveOptions{Dir: o.Save, Direct: true}))
+	}
 	select {}
 }
 
 // agent starts the other process.
-func (n *node) agent(t *testing.T, cfg runtime.Config) (*exec.Cmd, *bufio.Reader) {
+func (n *node) agent(t *testing.T, cfg runtime.Config, saveDir string) (*exec.Cmd, *bufio.Reader) {
 	t.Helper()
-	order, err := json.Marshal(agentOrder{Root: filepath.Join(n.dir, "runtime"), Parent: filepath.Dir(cfg.Cgroup), Config: cfg})
+	order, err := json.Marshal(agentOrder{Root: filepath.Join(n.dir, "runtime"), Parent: filepath.Dir(cfg.Cgroup), Config: cfg, Save: saveDir})
 	must(t, err)
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), agentEnv+"="+string(order))
@@ -82,7 +87,7 @@ func TestB18_AgentKilledAfterStart(t *testing.T) {
 	n := newNode(t)
 	cfg := n.config(t, runtimetest.NewID(t), nil)
 	n.deleteAtEnd(t, cfg.ID)
-	cmd, out := n.agent(t, cfg)
+	cmd, out := n.agent(t, cfg, "")
 	line, err := out.ReadString('\n')
 	must(t, err)
 	must(t, cmd.Process.Signal(unix.SIGKILL))
@@ -120,7 +125,7 @@ func TestB18_AgentKilledDuringStart(t *testing.T) {
 			n := newNode(t)
 			cfg := n.config(t, runtimetest.NewID(t), nil)
 			n.deleteAtEnd(t, cfg.ID)
-			cmd, _ := n.agent(t, cfg)
+			cmd, _ := n.agent(t, cfg, "")
 			ctx := bounded(t)
 			for {
 				if _, err := os.Stat(path(n, cfg.ID)); err == nil {
@@ -140,5 +145,58 @@ func TestB18_AgentKilledDuringStart(t *testing.T) {
 				t.Fatalf("left behind: %v", left)
 			}
 		})
+	}
+}
+
+// B18: the agent is killed while it saves a sandbox. The next one finds it paused and resumes it, however far
+// the save is, and the sandbox has lost nothing.
+func TestB18_AgentKilledDuringSave(t *testing.T) {
+	n := newNode(t)
+	cfg := n.config(t, runtimetest.NewID(t), nil)
+	n.deleteAtEnd(t, cfg.ID)
+	dir := t.TempDir()
+	cmd, out := n.agent(t, cfg, dir)
+	line, err := out.ReadString('\n')
+	must(t, err)
+	ctx := bounded(t)
+	for entries, err := os.ReadDir(dir); len(entries) == 0; entries, err = os.ReadDir(dir) {
+		must(t, err)
+		must(t, ctx.Err())
+	}
+	must(t, cmd.Process.Signal(unix.SIGKILL))
+	_ = cmd.Wait() // killed
+	st, err := n.d.Recover(ctx, runtime.Handle(strings.TrimSpace(line)))
+	must(t, err)
+	if st.Phase != runtime.Paused {
+		t.Fatalf("recovered %+v, want it paused", st)
+	}
+	must(t, n.d.Resume(ctx, cfg.ID))
+	n.reapCommand(t, "checkpoint", cfg.ID)
+	before := n.count(t, cfg.ID)
+	n.save(t, cfg.ID, true)
+	if after := n.count(t, cfg.ID); after.Nonce != before.Nonce || after.Counter != before.Counter+1 {
+		t.Fatalf("the guest is %+v, was %+v", after, before)
+	}
+}
+
+// reapCommand waits for the command that the killed agent left. Process 1 does it elsewhere; here this
+// process is the nearer subreaper.
+func (n *node) reapCommand(t *testing.T, what, id string) {
+	t.Helper()
+	files, err := filepath.Glob("/proc/[0-9]*/stat")
+	must(t, err)
+	for _, file := range files {
+		data, err := os.ReadFile(file)
+		if err != nil {
+			continue // it is gone
+		}
+		var pid, parent int
+		var state string
+		if _, err := fmt.Sscanf(string(data), "%d (runsc) %1s %d", &pid, &state, &parent); err != nil || parent != os.Getpid() {
+			continue
+		}
+		if _, err := unix.Wait4(pid, nil, 0, nil); err != nil {
+			t.Errorf("reap runsc %s of %s: %v", what, id, err)
+		}
 	}
 }

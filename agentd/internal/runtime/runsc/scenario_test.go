@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -340,6 +341,31 @@ func TestKillSignalsInit(t *testing.T) {
 	if !exit.Known || exit.Code != 21 || exit.Signal != 0 {
 		t.Fatalf("exit %+v, want code 21", exit)
 	}
+}
+
+// A sentry that does not answer any more holds up nobody who looks, and is deleted all the same.
+func TestHungSandbox(t *testing.T) {
+	n := newNode(t)
+	cfg := n.start(t, nil)
+	n.count(t, cfg.ID)
+	st, err := n.d.State(bounded(t), cfg.ID)
+	must(t, err)
+	must(t, unix.Kill(st.Pid, unix.SIGSTOP))
+	short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := n.d.Pause(short, cfg.ID); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("got %v, want the deadline", err)
+	}
+	if _, err := n.d.State(bounded(t), cfg.ID); err != nil {
+		t.Error(err)
+	}
+	if _, err := n.d.Stats(bounded(t), cfg.ID); err != nil {
+		t.Error(err)
+	}
+	if list, err := n.d.List(bounded(t)); err != nil || len(list) != 1 {
+		t.Errorf("list %v, %v", list, err)
+	}
+	must(t, n.d.Delete(bounded(t), cfg.ID))
 }
 
 // A start that cannot work leaves nothing and says why.

@@ -202,8 +202,22 @@ func (d *Driver) kill(rec record) (victims, error) {
 			all = append(all, p.Signal(unix.SIGKILL))
 		}
 	}
-	all = append(all, g.Kill())
 	return v, errors.Join(all...)
+}
+
+// killAll kills until a look finds nothing more: what was being started may have forked between a look and
+// the kill. The group's kill at one stroke would do it too, but would leave the latest born unreaped.
+func (d *Driver) killAll(ctx context.Context, rec record) error {
+	for {
+		v, err := d.kill(rec)
+		if err == nil {
+			err = v.await(ctx)
+		}
+		v.close()
+		if err != nil || len(v) == 0 {
+			return err
+		}
+	}
 }
 
 // hold takes hold of a process that was just seen; nil when it is gone.
@@ -290,10 +304,7 @@ func (d *Driver) remove(ctx context.Context, e *entry, rec record, known bool) e
 			all = append(all, err)
 		}
 	}
-	v, err := d.kill(rec)
-	defer v.close()
-	step(err)
-	step(v.await(ctx))
+	step(d.killAll(ctx, rec))
 	step(d.awaitEnd(ctx, rec))
 	step(d.deleteRuntime(ctx, rec, known))
 	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
