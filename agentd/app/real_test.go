@@ -190,7 +190,7 @@ func TestRealEnds(t *testing.T) {
 
 	greedy := b.start(func(r *nodev1.StartSandboxRequest) {
 		r.Spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 32 << 20, DiskLimitBytes: 1 << 20}
-		r.Spec.Command = []string{"/bin/sh", "-c", `x=0123456789; while :; do x="$x$x"; done`}
+		r.Spec.Command = []string{"/bin/sh", "-c", "exec dd if=/dev/zero of=/dev/null bs=300M count=1"}
 	})
 	eventually(t, "it is OOMKilled", func() bool { return b.coord.reported(greedy.GetUid()).GetReason() == "OOMKilled" })
 	b.delete(greedy.GetUid())
