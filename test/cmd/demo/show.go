@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -23,7 +22,6 @@ type show struct {
 	colour bool
 	began  time.Time
 	step   int
-	env    []string
 }
 
 func newShow(out *os.File) *show {
@@ -65,7 +63,6 @@ func (s *show) run(ctx context.Context, argv ...string) (string, error) {
 // quiet runs a command without showing it. The error holds what it said on standard error.
 func (s *show) quiet(ctx context.Context, argv ...string) (string, time.Duration, error) {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Env = append(os.Environ(), s.env...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	start := time.Now()
@@ -116,25 +113,4 @@ func brief(v string) string {
 		return v[:16] + "..."
 	}
 	return v
-}
-
-// field digs a value out of JSON by its path of keys.
-func field(doc string, path ...string) (string, error) {
-	var v any
-	dec := json.NewDecoder(strings.NewReader(doc))
-	dec.UseNumber()
-	if err := dec.Decode(&v); err != nil {
-		return "", fmt.Errorf("not JSON: %w", err)
-	}
-	for _, key := range path {
-		m, ok := v.(map[string]any)
-		if !ok {
-			return "", fmt.Errorf("no %s in %s", strings.Join(path, "."), doc)
-		}
-		v = m[key]
-	}
-	if v == nil {
-		return "", fmt.Errorf("no %s in %s", strings.Join(path, "."), doc)
-	}
-	return fmt.Sprint(v), nil
 }

@@ -1,0 +1,349 @@
+// Package cluster runs a whole Dormouse on one machine: the real parts of package stack, and on top of
+// them one coordinator and an agentd for each node, with their own binaries, certificates and keys.
+package cluster
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"go.yaml.in/yaml/v3"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+	"github.com/dormouse-run/dormouse/test/fabric"
+	"github.com/dormouse-run/dormouse/test/images"
+	"github.com/dormouse-run/dormouse/test/proof"
+	"github.com/dormouse-run/dormouse/test/stack"
+	"github.com/dormouse-run/dormouse/test/tools"
+)
+
+// Cluster is a stack with its daemons.
+type Cluster struct {
+	*stack.Stack
+	// Client speaks to the coordinator as the stack's operator.
+	Client *client.Client
+}
+
+// ready is how long a daemon may take to be of use on a busy machine.
+const ready = time.Minute
+
+// New starts a cluster for one test and ends it with the test.
+func New(t testing.TB, opts stack.Options) *Cluster {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	s := stack.New(t, opts)
+	c := &Cluster{Stack: s}
+	if err := c.startDaemons(ctx); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Client.Close() })
+	return c
+}
+
+// Up starts a cluster; after an error nothing is left.
+func Up(ctx context.Context, opts stack.Options) (*Cluster, error) {
+	s, err := stack.Up(ctx, opts)
+	if err != nil {
+		return nil, err
+	}
+	c := &Cluster{Stack: s}
+	if err := c.startDaemons(ctx); err != nil {
+		return nil, errors.Join(err, s.Down(context.WithoutCancel(ctx)))
+	}
+	return c, nil
+}
+
+// NewPassword makes a password for a registry that lives as long as a test.
+func NewPassword() string {
+	b := make([]byte, 18)
+	_, _ = rand.Read(b) // never fails, by its contract
+	return base64.RawURLEncoding.EncodeToString(b)
+}
+
+func (c *Cluster) startDaemons(ctx context.Context) error {
+	if err := c.writeConfigs(); err != nil {
+		return err
+	}
+	if err := c.StartCoordinatorReady(ctx); err != nil {
+		return err
+	}
+	cl, err := client.Dial(c.clientConfig())
+	if err != nil {
+		return err
+	}
+	c.Client = cl
+	for i := 1; i <= c.Nodes; i++ {
+		if err := c.StartAgentdReady(ctx, i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ---- configuration ------------------------------------------------------------
+
+// GRPCSocket and RESTSocket are the public API's, for who is not inside the fabric.
+func (c *Cluster) GRPCSocket() string { return filepath.Join(c.Dir, "api.sock") }
+
+// RESTSocket is where the REST API listens.
+func (c *Cluster) RESTSocket() string { return filepath.Join(c.Dir, "rest.sock") }
+
+// Ports of the daemons, at addresses that exist inside the stack's own namespaces only.
+const (
+	grpcPort, nodePort, restPort, agentPort = "7443", "7444", "7080", "7421"
+)
+
+type dict = map[string]any
+
+func tlsKeys(f pki.Files) dict { return dict{"ca": f.CA, "cert": f.Cert, "key": f.Key} }
+
+func (c *Cluster) writeConfigs() error {
+	coordinator := dict{
+		"listen": dict{
+			"grpc": []string{"unix:" + c.GRPCSocket(), fabric.HubAddr + ":" + grpcPort},
+			"rest": []string{"unix:" + c.RESTSocket(), fabric.HubAddr + ":" + restPort},
+			"node": []string{fabric.HubAddr + ":" + nodePort},
+		},
+		"holder":       "coordinator-1",
+		"tls":          tlsKeys(c.CoordinatorTLS()),
+		"keys_file":    c.APIKeys(),
+		"redis":        dict{"address": c.RedisSocket()},
+		"lease":        dict{"ttl": "3s"},
+		"nodes":        dict{"heartbeat": "500ms"},
+		"admin_socket": filepath.Join(c.Dir, "admin.sock"),
+		"log":          dict{"level": "debug", "format": "json"},
+	}
+	if err := writeYAML(c.CoordinatorConfig(), coordinator); err != nil {
+		return err
+	}
+	mkfs, err := tools.Find("mkfs.erofs")
+	if err != nil {
+		return err
+	}
+	for i := 1; i <= c.Nodes; i++ {
+		registry := dict{"ca_files": []string{c.RegistryCA()}}
+		if c.RegistryUser != "" {
+			if registry["docker_config"], err = c.writeDockerConfig(i); err != nil {
+				return err
+			}
+		}
+		agentd := dict{
+			"node":        stack.NodeName(i),
+			"state_dir":   c.NodeDir(i),
+			"run_dir":     filepath.Join(c.NodeDir(i), "run"),
+			"cgroup":      c.CgroupParent(i),
+			"layers":      dict{"root": c.LayersDir(), "mkfs": mkfs},
+			"containerd":  dict{"socket": c.ContainerdSocket(i), "namespace": stack.ContainerdNamespace},
+			"registry":    registry,
+			"bundle":      dict{"dir": filepath.Join(c.Bin, "bundle")},
+			"listen":      fabric.NodeAddr(i) + ":" + agentPort,
+			"coordinator": fabric.HubAddr + ":" + nodePort,
+			"tls":         tlsKeys(c.NodeTLS(i)),
+			"labels":      dict{"zone": fmt.Sprintf("z%d", i)},
+			// Two nodes share the machine: each offers half of it.
+			"limits": dict{"cpu_millis": 8000, "memory": "8Gi"},
+			"log":    dict{"level": "debug", "format": "json"},
+		}
+		if err := writeYAML(c.AgentdConfig(i), agentd); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// writeDockerConfig gives node i the registry's credentials, as docker login would.
+func (c *Cluster) writeDockerConfig(i int) (string, error) {
+	secret, err := os.ReadFile(c.RegistryPasswordFile())
+	if err != nil {
+		return "", fmt.Errorf("registry password: %w", err)
+	}
+	auth := base64.StdEncoding.EncodeToString([]byte(c.RegistryUser + ":" + strings.TrimSpace(string(secret))))
+	data, err := json.Marshal(dict{"auths": dict{c.RegistryHost(): dict{"auth": auth}}})
+	if err != nil {
+		return "", err
+	}
+	file := filepath.Join(c.NodeDir(i), "docker.json")
+	return file, os.WriteFile(file, data, 0o600)
+}
+
+func writeYAML(file string, v any) error {
+	data, err := yaml.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(file, data, 0o600)
+}
+
+// Env is what the dormouse and agentctl commands need to reach the cluster.
+func (c *Cluster) Env() []string {
+	return []string{
+		"DORMOUSE_ADDR=unix://" + c.GRPCSocket(),
+		"DORMOUSE_API_KEY_FILE=" + c.APIKeyFile(),
+		"AGENTCTL_SOCKET=" + c.DebugSocket(1),
+	}
+}
+
+func (c *Cluster) clientConfig() client.Config {
+	return client.Config{Addr: "unix://" + c.GRPCSocket(), APIKeyFile: c.APIKeyFile()}
+}
+
+// ClientOf gives a client with a key of its own for a tenant.
+func (c *Cluster) ClientOf(t testing.TB, tenant string) *client.Client {
+	t.Helper()
+	key, err := c.NewAPIKey(tenant)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cl, err := client.Dial(client.Config{Addr: "unix://" + c.GRPCSocket(), APIKey: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cl.Close() })
+	return cl
+}
+
+// ---- daemons --------------------------------------------------------------------
+
+// StartCoordinatorReady starts the coordinator and waits until it leads.
+func (c *Cluster) StartCoordinatorReady(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, ready)
+	defer cancel()
+	return c.StartCoordinator(ctx, func(ctx context.Context) error {
+		cl, err := client.Dial(c.clientConfig())
+		if err != nil {
+			return err
+		}
+		defer func() { _ = cl.Close() }()
+		for _, err := range cl.ListNodes(ctx) {
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// StartAgentdReady starts the agentd of node i and waits until it has recovered and the coordinator
+// takes it for online in its new session.
+func (c *Cluster) StartAgentdReady(ctx context.Context, i int) error {
+	ctx, cancel := context.WithTimeout(ctx, ready)
+	defer cancel()
+	return c.StartAgentd(ctx, i, func(ctx context.Context) error {
+		over, err := c.Overview(ctx, i)
+		if err != nil {
+			return err
+		}
+		if !over.GetConnected() {
+			return errors.New("no session with the coordinator yet")
+		}
+		node, err := c.Client.GetNode(ctx, stack.NodeName(i))
+		if err != nil {
+			return err
+		}
+		if !node.GetOnline() || node.GetSessionEpoch() != over.GetSessionEpoch() {
+			return errors.New("not online in its new session yet")
+		}
+		return nil
+	})
+}
+
+// AgentdPID is the process of the agentd of node i.
+func (c *Cluster) AgentdPID(i int) int { return c.PID(fmt.Sprintf("agentd%d", i)) }
+
+// DebugSocket is agentctl's socket on node i.
+func (c *Cluster) DebugSocket(i int) string {
+	return filepath.Join(c.NodeDir(i), "run", "agentd.sock")
+}
+
+func (c *Cluster) debug(i int, call func(nodev1.DebugServiceClient) error) error {
+	cc, err := grpc.NewClient("unix://"+c.DebugSocket(i), grpc.WithTransportCredentials(insecure.NewCredentials())) // a root-only unix socket
+	if err != nil {
+		return err
+	}
+	defer func() { _ = cc.Close() }()
+	return call(nodev1.NewDebugServiceClient(cc))
+}
+
+// Overview asks the agentd of node i how it is.
+func (c *Cluster) Overview(ctx context.Context, i int) (over *nodev1.OverviewResponse, err error) {
+	err = c.debug(i, func(d nodev1.DebugServiceClient) error {
+		over, err = d.Overview(ctx, &nodev1.OverviewRequest{})
+		return err
+	})
+	return over, err
+}
+
+// Doctor gives what the doctor of node i finds.
+func (c *Cluster) Doctor(ctx context.Context, i int) (found []*nodev1.Finding, err error) {
+	err = c.debug(i, func(d nodev1.DebugServiceClient) error {
+		r, err := d.Doctor(ctx, &nodev1.DoctorRequest{})
+		found = r.GetFindings()
+		return err
+	})
+	return found, err
+}
+
+// ---- images and the subject -------------------------------------------------------
+
+// PushSubject pushes Debian with Python and the subject of package proof, and returns its reference
+// by digest.
+func (c *Cluster) PushSubject(ctx context.Context, repository string) (string, error) {
+	base, err := images.ReadLayout(images.CachedDir("python"))
+	if err != nil {
+		return "", err
+	}
+	layer, err := images.Layer(images.File(strings.TrimPrefix(proof.SubjectPath, "/"), string(proof.Subject), 0o644))
+	if err != nil {
+		return "", err
+	}
+	image, err := mutate.AppendLayers(base, layer)
+	if err != nil {
+		return "", fmt.Errorf("subject's image: %w", err)
+	}
+	registry, err := c.Registry()
+	if err != nil {
+		return "", err
+	}
+	digest, err := registry.Push(ctx, repository, image)
+	if err != nil {
+		return "", err
+	}
+	return registry.Ref(repository) + "@" + digest, nil
+}
+
+// Exec runs a command in a sandbox and returns its standard output; a code other than 0 is an error.
+func Exec(ctx context.Context, s *client.Sandbox, argv ...string) ([]byte, error) {
+	var out, errOut strings.Builder
+	_, exit, err := s.Run(ctx, &dormousev1.ProcessSpec{Argv: argv}, nil, &client.Output{Stdout: &out, Stderr: &errOut}, nil)
+	if err != nil {
+		return nil, err
+	}
+	if exit.GetCode() != 0 {
+		return nil, fmt.Errorf("%v ended with code %d: %s%s", argv, exit.GetCode(), out.String(), errOut.String())
+	}
+	return []byte(out.String()), nil
+}
+
+// Ask gets one answer of the subject in a sandbox.
+func Ask(ctx context.Context, s *client.Sandbox) (proof.Answer, error) {
+	out, err := Exec(ctx, s, "python3", proof.SubjectPath, "ask")
+	if err != nil {
+		return proof.Answer{}, err
+	}
+	return proof.Parse(out)
+}
