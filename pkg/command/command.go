@@ -93,19 +93,30 @@ func Code(err error) int {
 // to standard error, as the envelope in JSON when -o json was asked for.
 func Run(ctx context.Context, app *cli.App, args []string) int {
 	prepare(app)
-	if len(args) == 0 || args[len(args)-1] != "--generate-bash-completion" {
-		args = Reorder(app, args)
+	if n := len(args) - 1; n > 0 && args[n] == CompletionFlag {
+		for _, word := range Complete(app, args[1:n]) {
+			fmt.Fprintln(app.Writer, word)
+		}
+		return 0
 	}
+	args = Reorder(app, args)
 	err := app.RunContext(ctx, args)
-	Show(app.ErrWriter, app.Name, err, slices.Contains(args, "-o=json") || slices.Contains(args, "--output=json"))
+	Show(app.ErrWriter, app.Name, err, wantsJSON(args))
 	return Code(err)
+}
+
+// wantsJSON looks at the flags only: what comes after "--" is not this program's.
+func wantsJSON(args []string) bool {
+	if i := slices.Index(args, "--"); i >= 0 {
+		args = args[:i]
+	}
+	return slices.Contains(args, "--output=json")
 }
 
 // prepare makes urfave/cli leave errors to Run, and arguments of leaf commands alone.
 func prepare(app *cli.App) {
 	app.UseShortOptionHandling = true
 	app.DisableSliceFlagSeparator = true
-	app.EnableBashCompletion = true
 	app.HideHelpCommand = true
 	app.ExitErrHandler = func(*cli.Context, error) {}
 	app.OnUsageError = usageError
@@ -253,37 +264,39 @@ func find(commands []*cli.Command, name string) *cli.Command {
 	return nil
 }
 
-// leadingFlags takes flags and their values from the front. A flag that is not known is taken
-// alone, and urfave/cli refuses it.
+// leadingFlags takes flags and their values from the front, each under its first name: urfave/cli
+// refuses two forms of one flag, even of one that may be repeated. A flag that is not known is
+// taken alone, and urfave/cli refuses it.
 func leadingFlags(flags []cli.Flag, args []string) (taken, rest []string) {
 	for len(args) > 0 && isFlag(args[0]) {
 		a := args[0]
 		args = args[1:]
-		if strings.Contains(a, "=") || len(args) == 0 || !takesValue(flags, a) {
-			taken = append(taken, a)
-			continue
-		}
-		if lookup(flags, strings.TrimLeft(a, "-")) == nil { // combined short ones are split by urfave/cli
+		name, value, given := strings.Cut(strings.TrimLeft(a, "-"), "=")
+		f := lookup(flags, name)
+		switch {
+		case f == nil && !given && combined(flags, a) && len(args) > 0: // -ie K=V: urfave/cli splits it
 			taken, args = append(taken, a, args[0]), args[1:]
-			continue
+		case f == nil:
+			taken = append(taken, a)
+		case given:
+			taken = append(taken, "--"+f.Names()[0]+"="+value)
+		case takesValue(f) && len(args) > 0:
+			taken, args = append(taken, "--"+f.Names()[0]+"="+args[0]), args[1:]
+		default:
+			taken = append(taken, "--"+f.Names()[0])
 		}
-		taken, args = append(taken, a+"="+args[0]), args[1:]
 	}
 	return taken, args
 }
 
-// takesValue looks at the flag, or at the last of combined short ones.
-func takesValue(flags []cli.Flag, arg string) bool {
-	name := strings.TrimLeft(arg, "-")
-	if valueFlag(flags, name) {
-		return true
-	}
-	return !strings.HasPrefix(arg, "--") && len(name) > 1 && lookup(flags, name) == nil && valueFlag(flags, name[len(name)-1:])
+// combined tells whether an argument is several short flags, the last of which takes a value.
+func combined(flags []cli.Flag, arg string) bool {
+	return !strings.HasPrefix(arg, "--") && takesValue(lookup(flags, arg[len(arg)-1:]))
 }
 
-func valueFlag(flags []cli.Flag, name string) bool {
-	f, ok := lookup(flags, name).(cli.DocGenerationFlag)
-	return ok && f.TakesValue()
+func takesValue(f cli.Flag) bool {
+	d, ok := f.(cli.DocGenerationFlag)
+	return ok && d.TakesValue()
 }
 
 func lookup(flags []cli.Flag, name string) cli.Flag {

@@ -62,11 +62,11 @@ func restoreCommand() *cli.Command {
 			if err != nil {
 				return err
 			}
-			snap, err := c.client.FindSnapshot(c.ctx, c.Args().First())
+			bindings, err := bindingsOf(c)
 			if err != nil {
 				return err
 			}
-			bindings, err := bindingsOf(c)
+			snap, err := c.client.FindSnapshot(c.ctx, c.Args().First())
 			if err != nil {
 				return err
 			}

@@ -14,7 +14,7 @@ var completionScripts = map[string]string{
 	"bash": `_dormouse() {
     local word="${COMP_WORDS[COMP_CWORD]}" said=("${COMP_WORDS[@]:0:COMP_CWORD}")
     [[ $word == -* ]] && said+=("$word")
-    mapfile -t COMPREPLY < <(compgen -W "$("${said[@]}" --generate-bash-completion 2>/dev/null)" -- "$word")
+    mapfile -t COMPREPLY < <(compgen -W "$("${said[@]}" --complete-next 2>/dev/null)" -- "$word")
 }
 complete -o default -F _dormouse dormouse
 `,
@@ -23,7 +23,7 @@ _dormouse() {
     local -a said answers
     said=("${(@)words[1,CURRENT-1]}")
     [[ ${words[CURRENT]} == -* ]] && said+=("${words[CURRENT]}")
-    answers=("${(@f)$("${said[@]}" --generate-bash-completion 2>/dev/null)}")
+    answers=("${(@f)$("${said[@]}" --complete-next 2>/dev/null)}")
     if [[ -n ${answers[1]} ]]; then
         compadd -- "${answers[@]}"
     else
@@ -36,7 +36,7 @@ compdef _dormouse dormouse
     set -l said (commandline -opc)
     set -l word (commandline -ct)
     string match -q -- '-*' $word; and set -a said $word
-    command $said --generate-bash-completion 2>/dev/null
+    command $said --complete-next 2>/dev/null
 end
 complete -c dormouse -f -a '(__dormouse_next)'
 `,
@@ -46,9 +46,6 @@ func completionCommand() *cli.Command {
 	return &cli.Command{
 		Name: "completion", Usage: "print the completion script of a shell", ArgsUsage: "bash|zsh|fish",
 		Description: "bash: source <(dormouse completion bash)\nzsh:  source <(dormouse completion zsh)\nfish: dormouse completion fish | source",
-		BashComplete: func(c *cli.Context) {
-			_, _ = io.WriteString(c.App.Writer, "bash\nzsh\nfish\n") // a shell that went away needs none
-		},
 		Action: func(c *cli.Context) error {
 			script, ok := completionScripts[c.Args().First()]
 			if !ok || c.Args().Len() != 1 {

@@ -1,0 +1,337 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"go.uber.org/goleak"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/testing/protocmp"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// ok runs a command that must succeed and compares its standard output.
+func ok(t *testing.T, want string, args ...string) {
+	t.Helper()
+	r := dormouse(t, args...)
+	if r.code != 0 {
+		t.Fatalf("%v: exit code %d: %s", args, r.code, r.err)
+	}
+	if d := cmp.Diff(want, r.out); d != "" {
+		t.Fatalf("%v (-want +got):\n%s", args, d)
+	}
+}
+
+func TestWhatIdentifiesGoesToStandardOutputAlone(t *testing.T) {
+	f := serve(t)
+	ok(t, uidAt(1)+"\n", "create", "--name", "box", "reg.example/a:1")
+	ok(t, uidAt(2)+"\n", "checkpoint", "box", "--name", "snap")
+	ok(t, uidAt(3)+"\n", "restore", "snap", "--name", "again")
+	ok(t, uidAt(4)+"\n"+uidAt(5)+"\n"+uidAt(6)+"\n", "fork", "box", "-n", "3")
+	ok(t, uidAt(7)+"\n", "volume", "create", "--name", "vol", "--size", "1Gi")
+	ok(t, "n1\n", "node", "cordon", "n1")
+	ok(t, f.image().GetDigest()+"\n", "image", "pull", "reg.example/a:1")
+	ok(t, f.image().GetDigest()+"\n", "image", "rm", "reg.example/a:1")
+	ok(t, uidAt(3)+"\n", "rm", "again")
+	ok(t, uidAt(2)+"\n", "snapshot", "rm", "snap")
+	ok(t, uidAt(7)+"\n", "volume", "rm", "vol")
+	ok(t, uidAt(1)+"\n"+uidAt(4)+"\n"+uidAt(5)+"\n"+uidAt(6)+"\n", "ls", "-q")
+	ok(t, "7\n", "wait", "box")
+	if got := asked[*dormousev1.ForkSandboxRequest](t, f); got.GetSandboxUid() != uidAt(1) || got.GetCount() != 3 || got.GetOperationId() == "" {
+		t.Errorf("fork asked %v", got)
+	}
+}
+
+func TestTables(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, &dormousev1.SandboxSpec{Image: "reg.example/a:1"})
+	ok(t, "UID                                   NAME  PHASE    NODE  IMAGE            AGE\n"+
+		uidAt(1)+"  box   Running  n1    reg.example/a:1  60s\n", "ls")
+	ok(t, "UID                                   NAME  PHASE    NODE  IMAGE            AGE  EXIT  REASON  RESTORED-FROM\n"+
+		uidAt(1)+"  box   Running  n1    reg.example/a:1  60s  -     -       -\n", "get", "box", "-o", "wide")
+	ok(t, "PROCESS                               PID  STATE              AGE  COMMAND\n"+
+		uidAt(100)+"  2    running            60s  python3 -m?[2J\n"+
+		uidAt(101)+"  3    killed by SIGKILL  -    sh\n", "ps", "box")
+	ok(t, "NAME  STATE          SANDBOXES  CPU    MEMORY    HEARTBEAT\n"+
+		"n1    online         3/1000     1.5/2  1Gi/20Gi  2s\n"+
+		"n2    away,cordoned  0/0        0/0    0/0       -\n", "node", "ls")
+	ok(t, "REFERENCE        DIGEST               SIZE  NODES  AGE\nreg.example/a:1  sha256:abababababab  5Mi   n1,n2  60s\n", "image", "ls")
+	ok(t, "AGE  TYPE    REASON   OBJECT                                        MESSAGE\n"+
+		"60s  normal  Started  sandbox/"+uidAt(1)+"  it runs\n", "event", "ls", "--object", "box")
+	ok(t, "OPERATION                             KIND           STATE   OBJECTS  ERROR         AGE\n"+
+		uidAt(9)+"  CreateSandbox  Failed  -        NO_NODE_FITS  60s\n", "operation", "get", uidAt(9))
+	ok(t, "{\n  \"items\": []\n}\n", "volume", "ls", "-o", "json")
+	ok(t, "items: []\n", "snapshot", "ls", "-o", "yaml")
+	if d := cmp.Diff(dormouse(t, "inspect", "box").out, dormouse(t, "get", "box", "-o", "json").out); d != "" {
+		t.Errorf("inspect is not get -o json:\n%s", d)
+	}
+	var shown struct{ Meta struct{ Uid, Name, CreateTime string } }
+	if err := json.Unmarshal([]byte(dormouse(t, "inspect", "box").out), &shown); err != nil || shown.Meta.Uid != uidAt(1) {
+		t.Errorf("inspect: %+v %v", shown, err)
+	}
+}
+
+func TestCreateFlags(t *testing.T) {
+	f := serve(t)
+	f.volumes = []*dormousev1.Volume{{Meta: &dormousev1.ObjectMeta{Uid: uidAt(90), Name: "data"}}}
+	envFile := filepath.Join(t.TempDir(), "env")
+	if err := os.WriteFile(envFile, []byte("# comment\nA=from file\nB=2\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PASSED", "on")
+	t.Setenv("TOKEN", "hunter2")
+	op := uidAt(77)
+	r := dormouse(t, "create", "reg.example/a:1", "--name", "box", "-l", "team=x", "--cpu", "0.5", "--memory=512Mi", "--disk", "1Gi", "--cpu-request=100m",
+		"-v", "data:/data:ro", "-e", "A=1,2", "--env", "PASSED", "--env-file", envFile, "--secret-env", "TOKEN", "-u", "1000", "-w", "/work",
+		"--network", "none", "--node-selector", "zone=a", "--operation-id", op, "--", "sh", "-c", "echo --name")
+	if r.code != 0 {
+		t.Fatal(r.err)
+	}
+	want := &dormousev1.CreateSandboxRequest{
+		OperationId: op, Name: "box", Labels: map[string]string{"team": "x"}, SecretEnv: map[string]string{"TOKEN": "hunter2"},
+		Spec: &dormousev1.SandboxSpec{
+			Image: "reg.example/a:1", Command: []string{"sh", "-c", "echo --name"}, Env: map[string]string{"A": "1,2", "B": "2", "PASSED": "on"},
+			User: "1000", WorkingDir: "/work", Network: dormousev1.NetworkMode_NETWORK_MODE_NONE, NodeSelector: map[string]string{"zone": "a"},
+			Resources: &dormousev1.Resources{CpuLimitMillis: 500, CpuRequestMillis: 100, MemoryLimitBytes: 512 << 20, DiskLimitBytes: 1 << 30},
+			Volumes:   []*dormousev1.VolumeMount{{VolumeUid: uidAt(90), Path: "/data", ReadOnly: true}},
+		},
+	}
+	if d := cmp.Diff(want, asked[*dormousev1.CreateSandboxRequest](t, f), protocmp.Transform()); d != "" {
+		t.Errorf("asked (-want +got):\n%s", d)
+	}
+	if strings.Contains(r.out+r.err, "hunter2") {
+		t.Error("a secret was printed")
+	}
+}
+
+func TestCreateFromFile(t *testing.T) {
+	f := serve(t)
+	file := filepath.Join(t.TempDir(), "sandbox.yaml")
+	write := func(text string) {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("name: box\nspec:\n  image: reg.example/a:1\n  resources: {memory_limit_bytes: 1048576000}\n  network: NETWORK_MODE_NONE\n")
+	ok(t, uidAt(1)+"\n", "create", "-f", file)
+	got := asked[*dormousev1.CreateSandboxRequest](t, f)
+	if got.GetName() != "box" || got.GetSpec().GetResources().GetMemoryLimitBytes() != 1048576000 || got.GetOperationId() == "" {
+		t.Errorf("asked %v", got)
+	}
+	write("name: box\nspec:\n  imagee: a\n")
+	r := dormouse(t, "create", "-f", file)
+	if r.code != 2 || !strings.Contains(r.err, "spec.imagee") || !strings.Contains(r.err, file) || !strings.Contains(r.err, "UNKNOWN_FIELD") {
+		t.Errorf("an unknown field: %+v", r)
+	}
+	write("name: a\nname: b\n")
+	if r := dormouse(t, "create", "-f", file); r.code != 2 {
+		t.Errorf("a key twice: %+v", r)
+	}
+	if r := dormouse(t, "create", "-f", file, "--name", "x"); r.code != 2 || !strings.Contains(r.err, "--name") {
+		t.Errorf("a file and a flag: %+v", r)
+	}
+	if r := dormouseIn(t, "{spec: {image: b}}", "create", "-f", "-"); r.code != 0 {
+		t.Errorf("standard input: %+v", r)
+	}
+}
+
+func TestRunAndExecPassTheCodeOn(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	for _, c := range []struct {
+		args     []string
+		code     int
+		out, err string
+	}{
+		{[]string{"exec", "box", "--", "echo", "-n", "hi"}, 0, "-n hi\n", ""},
+		{[]string{"exec", "box", "echo", "hi"}, 0, "hi\n", ""},
+		{[]string{"exec", "-e", "A=1", "-u", "root", "-w", "/", "box", "--", "exit", "42"}, 42, "", "bye\n"},
+		{[]string{"exec", "--timeout", "1s", "box", "--", "sleep", "9"}, 124, "", ""},
+		{[]string{"exec", "box", "--", "lost"}, 3, "first half, second half\n", ""},
+		{[]string{"logs", "box"}, 0, "first half, second half\n", ""},
+		{[]string{"logs", "-f", "box", uidAt(100)}, 0, "first half, second half\n", ""},
+	} {
+		r := dormouse(t, c.args...)
+		if r.code != c.code || r.out != c.out || r.err != c.err {
+			t.Errorf("%v: %+v", c.args, r)
+		}
+	}
+	if got := asked[*dormousev1.RunProcessRequest](t, f); got.GetSpec().GetStdin() || got.GetSandboxUid() != uidAt(1) {
+		t.Errorf("asked %v", got)
+	}
+	r := dormouseIn(t, "some input", "exec", "-i", "box", "--", "cat")
+	if r.code != 0 || r.out != "some input" {
+		t.Errorf("input: %+v", r)
+	}
+	f.fail["RunProcess"] = errs.New(errs.CommandNotFound, "there is no nope in the image")
+	if r := dormouse(t, "exec", "box", "--", "nope"); r.code != 127 || !strings.Contains(r.err, "there is no nope") {
+		t.Errorf("not found: %+v", r)
+	}
+	f.fail["RunProcess"] = errs.New(errs.CommandNotRunnable, "not executable")
+	if r := dormouse(t, "exec", "box", "--", "/etc/passwd"); r.code != 126 {
+		t.Errorf("not runnable: %+v", r)
+	}
+	delete(f.fail, "RunProcess")
+	if r := dormouse(t, "exec", "-d", "box", "--", "sleep"); r.code != 0 || len(r.out) != 37 {
+		t.Errorf("detached: %+v", r)
+	}
+	if r := dormouse(t, "kill", "-s", "KILL", "--tree", "box"); r.code != 0 {
+		t.Errorf("kill: %+v", r)
+	}
+	if got := asked[*dormousev1.SignalProcessRequest](t, f); got.GetSignal() != 9 || !got.GetTree() || got.GetProcessId() != uidAt(100) {
+		t.Errorf("kill asked %v", got)
+	}
+}
+
+func TestRun(t *testing.T) {
+	f := serve(t)
+	r := dormouse(t, "run", "--rm", "reg.example/a:1", "--", "exit", "5")
+	if r.code != 5 || r.out != "" || r.err != "bye\n" || len(f.sandboxes) != 0 {
+		t.Errorf("--rm: %+v, %d left", r, len(f.sandboxes))
+	}
+	if got := asked[*dormousev1.CreateSandboxRequest](t, f); len(got.GetSpec().GetCommand()) != 0 || got.GetSpec().GetRunImageCommand() {
+		t.Errorf("asked %v", got)
+	}
+	r = dormouse(t, "run", "reg.example/a:1", "--", "echo", "hi")
+	if r.code != 0 || r.out != "hi\n" || r.err != "sandbox "+uidAt(2)+"\n" || len(f.sandboxes) != 1 {
+		t.Errorf("kept: %+v", r)
+	}
+	r = dormouse(t, "run", "--rm", "reg.example/a:1")
+	if r.code != 3 || r.out != "first half, second half\n" || !asked[*dormousev1.CreateSandboxRequest](t, f).GetSpec().GetRunImageCommand() {
+		t.Errorf("the image's command: %+v", r)
+	}
+	f.fail["RunProcess"] = errs.New(errs.CommandNotFound, "no such")
+	if r := dormouse(t, "run", "--rm", "reg.example/a:1", "--", "nope"); r.code != 127 || len(f.sandboxes) != 1 {
+		t.Errorf("--rm after a failure: %+v, %d left", r, len(f.sandboxes))
+	}
+}
+
+func TestExitCodesByClass(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	for _, reason := range errs.Reasons() {
+		e := errs.New(reason, "what to do about %s", reason).With("holder", "somebody")
+		f.fail["GetSandbox"] = e
+		want := 1
+		switch e.Code {
+		case errs.InvalidArgument:
+			want = 2
+		case errs.NotFound:
+			want = 3
+		case errs.Conflict:
+			want = 4
+		case errs.Unavailable, errs.OutcomeUnknown, errs.Cancelled:
+			want = 5
+		case errs.DeadlineExceeded:
+			want = 124
+		case errs.Internal:
+			if e.Outcome == errs.Unknown {
+				want = 5
+			}
+		}
+		if e.Retry != errs.Never {
+			continue // tried again by the client; below
+		}
+		r := dormouse(t, "get", uidAt(1))
+		if r.code != want || r.out != "" || !strings.Contains(r.err, "what to do about "+string(reason)) || !strings.Contains(r.err, "holder=somebody") || !strings.Contains(r.err, "request ") {
+			t.Errorf("%s: want %d, got %+v", reason, want, r)
+		}
+	}
+	r := dormouse(t, "get", uidAt(1), "-o", "json")
+	var env struct{ Code, Reason string }
+	if err := json.Unmarshal([]byte(r.err), &env); err != nil || env.Reason == "" {
+		t.Errorf("-o json: %q %v", r.err, err)
+	}
+}
+
+func TestTryingAgain(t *testing.T) {
+	f := serve(t)
+	f.once["CreateSandbox"] = errs.New(errs.ReplyLost, "lost")
+	ok(t, uidAt(1)+"\n", "create", "a")
+	var ids []string
+	for _, r := range f.requests {
+		if c, isCreate := r.(*dormousev1.CreateSandboxRequest); isCreate {
+			ids = append(ids, c.GetOperationId())
+		}
+	}
+	if len(ids) != 2 || ids[0] != ids[1] || ids[0] == "" {
+		t.Errorf("operation ids %v", ids)
+	}
+	f.fail["CreateSandbox"] = errs.New(errs.NoNodeFits, "no node has 64 cores")
+	before := len(f.requests)
+	if r := dormouse(t, "create", "a"); r.code != 1 || len(f.requests) != before+1 {
+		t.Errorf("what is exhausted is asked once: %+v", r)
+	}
+	f.fail["CreateSandbox"] = errs.New(errs.InternalError, "internal error")
+	r := dormouse(t, "--context", "", "create", "a")
+	if r.code != 5 || !strings.Contains(r.err, "--operation-id "+asked[*dormousev1.CreateSandboxRequest](t, f).GetOperationId()) {
+		t.Errorf("unknown: %+v", r)
+	}
+	f.fail["ListSandboxes"] = errs.New(errs.NoLeader, "no leader")
+	if r := dormouse(t, "ls", "--timeout", "150ms"); r.code != 5 && r.code != 124 {
+		t.Errorf("no leader: %+v", r)
+	}
+}
+
+func TestNames(t *testing.T) {
+	f := serve(t)
+	f.add("twin", nil, nil)
+	f.add("twin", nil, nil)
+	if r := dormouse(t, "rm", "twin"); r.code != 2 || !strings.Contains(r.err, uidAt(1)) || len(f.sandboxes) != 2 {
+		t.Errorf("ambiguous: %+v", r)
+	}
+	f.add("both", nil, nil)
+	f.snapshots = []*dormousev1.Snapshot{{Meta: &dormousev1.ObjectMeta{Uid: uidAt(60), Name: "both"}}}
+	if r := dormouse(t, "fork", "both"); r.code != 2 || !strings.Contains(r.err, "AMBIGUOUS_NAME") {
+		t.Errorf("sandbox and snapshot: %+v", r)
+	}
+	if r := dormouse(t, "fork", uidAt(60)); r.code != 0 || asked[*dormousev1.ForkSandboxRequest](t, f).GetSnapshotUid() != uidAt(60) {
+		t.Errorf("by uid: %+v", r)
+	}
+	if r := dormouse(t, "rm", "nobody"); r.code != 3 {
+		t.Errorf("absent: %+v", r)
+	}
+	if r := dormouse(t, "rm", "-f", "nobody", uidAt(1)); r.code != 0 || r.out != uidAt(1)+"\n" {
+		t.Errorf("forced: %+v", r)
+	}
+	if r := dormouse(t, "rm", "nobody", uidAt(2)); r.code != 3 || r.out != uidAt(2)+"\n" {
+		t.Errorf("one of two: %+v", r)
+	}
+	f.sandboxes = nil
+	f.add("help", nil, nil)
+	if r := dormouse(t, "get", "help", "-q"); r.code != 0 || r.out != f.sandboxes[0].GetMeta().GetUid()+"\n" {
+		t.Errorf("a sandbox named help: %+v", r)
+	}
+	if r := dormouse(t, "restore", "both", "--volume", "/a=same", "-v", "/b=clone"); r.code != 0 {
+		t.Errorf("restore: %+v", r)
+	}
+	want := []*dormousev1.VolumeBinding{{Path: "/a", Policy: dormousev1.VolumePolicy_VOLUME_POLICY_SAME}, {Path: "/b", Policy: dormousev1.VolumePolicy_VOLUME_POLICY_CLONE}}
+	for i, b := range asked[*dormousev1.RestoreSandboxRequest](t, f).GetVolumes() {
+		if !proto.Equal(b, want[i]) {
+			t.Errorf("binding %v", b)
+		}
+	}
+}
+
+func TestFailedSandboxIsAnError(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil).Status = &dormousev1.SandboxStatus{Phase: dormousev1.SandboxPhase_SANDBOX_PHASE_FAILED, Reason: "StartFailed", Message: "no room"}
+	if r := dormouse(t, "wait", "box"); r.code != 1 || !strings.Contains(r.err, "StartFailed") {
+		t.Errorf("got %+v", r)
+	}
+}
+
+func TestPullPlainLines(t *testing.T) {
+	serve(t)
+	if r := dormouse(t, "image", "pull", "reg.example/a:1"); r.code != 0 || r.err != "n1: resolving\nn1: pulling\nn1: done\n" {
+		t.Errorf("got %+v", r)
+	}
+}
