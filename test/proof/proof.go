@@ -39,7 +39,7 @@ type Answer struct {
 	JournalOffset int64   `json:"journal_offset"`
 	VolumeUID     string  `json:"volume_uid"`
 	Identity      *struct {
-		UID        string `json:"uid"`
+		UID        string `json:"sandbox_uid"`
 		Hostname   string `json:"hostname"`
 		Generation uint64 `json:"generation"`
 	} `json:"identity"`
