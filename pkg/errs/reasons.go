@@ -65,6 +65,7 @@ const (
 	StoreNotDurable     Reason = "STORE_NOT_DURABLE"
 	RegistryUnreachable Reason = "REGISTRY_UNREACHABLE" // details: registry
 	RegistryUntrusted   Reason = "REGISTRY_UNTRUSTED"   // TLS did not verify; details: registry
+	ContainerdAway      Reason = "CONTAINERD_AWAY"      // the node's containerd does not answer
 	ShuttingDown        Reason = "SHUTTING_DOWN"
 	GuestSilent         Reason = "GUEST_SILENT" // guest init does not answer; details: uid
 
@@ -122,7 +123,7 @@ var table = map[Reason]row{
 
 	NoLeader: unavailable, NodeAway: unavailable, Fenced: unavailable, StoreUnavailable: unavailable,
 	StoreNotDurable: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,
-	ShuttingDown: unavailable, GuestSilent: unavailable,
+	ContainerdAway: unavailable, ShuttingDown: unavailable, GuestSilent: unavailable,
 
 	DeadlineExpired: {DeadlineExceeded, SameOperation, Unknown},
 	CallCancelled:   {Cancelled, SameOperation, Unknown},

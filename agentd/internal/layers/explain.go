@@ -52,6 +52,8 @@ func (r *registry) explain(ctx context.Context, err error) error {
 		return errs.Wrap(err, errs.RegistryUnreachable, "the registry %s does not answer in time", reg).With("registry", reg)
 	case isNoRoom(err):
 		return errs.Wrap(err, errs.DiskFull, "the disk of containerd is full: the image could not be pulled; free some room")
+	case errdefs.IsUnavailable(err):
+		return errs.Wrap(err, errs.ContainerdAway, "containerd does not answer on this node: check that it runs and where its socket is")
 	case errdefs.IsFailedPrecondition(err):
 		return errs.Wrap(err, errs.DigestMismatch, "the registry %s delivers other content than %s names; the image is damaged there or on the way", reg, r.ref.full).With("image", r.ref.full)
 	case errdefs.IsNotFound(err):

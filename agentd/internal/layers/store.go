@@ -16,6 +16,7 @@ import (
 	"time"
 
 	containerd "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/errdefs"
 	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
@@ -489,6 +490,8 @@ func (s *Store) hostError(step string, err error) error {
 		return nil
 	case errors.As(err, &known), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return err
+	case errdefs.IsUnavailable(err):
+		return errs.Wrap(err, errs.ContainerdAway, "containerd does not answer on this node: check that it runs and where its socket is")
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT), strings.Contains(err.Error(), syscall.ENOSPC.Error()):
 		return errs.Wrap(err, errs.DiskFull, "the disk of the layers folder or of containerd is full; free some room")
 	}
