@@ -21,8 +21,8 @@ func Complete(app *cli.App, words []string) []string {
 	flags, commands, args := app.Flags, app.Commands, ""
 	for i := 0; i < len(words); i++ {
 		w := words[i]
-		if w == "--" {
-			return nil
+		if w == "--" && i < len(words)-1 {
+			return nil // what follows is not this program's
 		}
 		if strings.HasPrefix(w, "-") {
 			if i == len(words)-1 {
