@@ -9,6 +9,7 @@ package client
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"math/rand/v2"
 	"time"
 
@@ -24,10 +25,12 @@ import (
 
 // Bounds of trying again.
 const (
-	maxAttempts  = 4
-	firstBackoff = 100 * time.Millisecond
-	maxMessage   = 64 << 20
+	maxAttempts = 4
+	maxMessage  = 64 << 20
 )
+
+// firstBackoff is shorter in tests.
+var firstBackoff = 100 * time.Millisecond
 
 // Client talks to a coordinator. It is safe for concurrent use.
 type Client struct {
@@ -127,8 +130,10 @@ func retry[T any](ctx context.Context, fn func(context.Context) (T, error)) (T, 
 // again tells whether the same call may be made again, and whether that makes sense within moments:
 // what is exhausted does not come back so soon, except a queue.
 func again(ctx context.Context, err error) bool {
-	e := errs.From(err)
+	var e *errs.Error
 	switch {
+	case !errors.As(err, &e): // not of a call: the caller's writer failed
+		return false
 	case ctx.Err() != nil || e.Retry == errs.Never || e.Retry == "":
 		return false
 	case e.Code == errs.ResourceExhausted:
