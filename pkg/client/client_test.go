@@ -139,7 +139,9 @@ func listen(t *testing.T, network, addr string, s *server, opts ...grpc.ServerOp
 	go func() { done <- gs.Serve(l) }()
 	t.Cleanup(func() {
 		gs.Stop()
-		<-done
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
 	})
 	return l.Addr().String()
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/urfave/cli/v2"
 )
 
-// CompletionFlag, as the last argument, asks what may come next. It is for the shells' scripts.
+// CompletionFlag asks, as the last argument, what may come next. It is for the shells' scripts.
 // (The completion of urfave/cli does not work together with combined short flags.)
 const CompletionFlag = "--complete-next"
 

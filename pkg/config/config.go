@@ -64,7 +64,6 @@ type setting struct {
 	value reflect.Value
 }
 
-func (s setting) key() string  { return strings.Join(s.path, ".") }
 func (s setting) flag() string { return strings.ReplaceAll(strings.Join(s.path, "-"), "_", "-") }
 func (s setting) env(prefix string) string {
 	return prefix + "_" + strings.ToUpper(strings.Join(s.path, "_"))

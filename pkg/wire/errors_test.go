@@ -106,7 +106,9 @@ func newBench(t *testing.T) *bench {
 	t.Cleanup(func() {
 		hs.Close()
 		gs.Stop()
-		<-served
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
 	})
 	return b
 }

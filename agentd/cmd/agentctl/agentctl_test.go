@@ -89,7 +89,9 @@ func serve(t *testing.T) *fakeNode {
 	go func() { done <- gs.Serve(l) }()
 	t.Cleanup(func() {
 		gs.Stop()
-		<-done
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
 	})
 	t.Setenv("AGENTCTL_SOCKET", path)
 	return f

@@ -73,7 +73,9 @@ func TestTables(t *testing.T) {
 	if d := cmp.Diff(dormouse(t, "inspect", "box").out, dormouse(t, "get", "box", "-o", "json").out); d != "" {
 		t.Errorf("inspect is not get -o json:\n%s", d)
 	}
-	var shown struct{ Meta struct{ Uid, Name, CreateTime string } }
+	var shown struct {
+		Meta struct{ Uid, Name, CreateTime string }
+	}
 	if err := json.Unmarshal([]byte(dormouse(t, "inspect", "box").out), &shown); err != nil || shown.Meta.Uid != uidAt(1) {
 		t.Errorf("inspect: %+v %v", shown, err)
 	}

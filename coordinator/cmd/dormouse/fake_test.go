@@ -447,7 +447,9 @@ func serve(t *testing.T) *fake {
 	go func() { done <- gs.Serve(l) }()
 	t.Cleanup(func() {
 		gs.Stop()
-		<-done
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
 	})
 	t.Setenv("DORMOUSE_ADDR", "unix://"+path)
 	t.Setenv("DORMOUSE_API_KEY", testKey)
