@@ -26,7 +26,7 @@
 // where an unpacked overlay has the time of unpacking.
 //
 // The file holds all that the kernel's overlayfs would show. gVisor, which reads it for a sandbox, shows all of
-// it but extended attributes: file capabilities have no effect in a sandbox, setuid and setgid bits have.
+// it but extended attributes, so that file capabilities have no effect in a sandbox.
 //
 // The same layers give the same bytes: order, times, and numbering depend on the layers alone.
 package flatten
