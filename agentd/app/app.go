@@ -4,10 +4,10 @@
 // # Order of starting
 //
 //  1. The records: the lock on them keeps a second agentd of this node out.
-//  2. The admin socket: health can be asked while the rest starts (alive, not ready).
-//  3. Bundles, launcher, control groups, driver; then images, volumes, networks, snapshots: what the
-//     runner stands on. Each clears what a crash left in its own folder.
-//  4. The runner, and reconcile: records and node are brought together before anything new is asked.
+//  2. Bundles, launcher, control groups, driver; then images, volumes, snapshots, networks: what the
+//     runner stands on. Each clears what a crash left in its own folder. Then the runner.
+//  3. The admin socket: health can be asked (alive, not ready) while the rest starts.
+//  4. Reconcile: records and node are brought together before anything new is asked.
 //  5. The node API and agentctl's socket.
 //  6. The session with the coordinator: only now is the node known to be there.
 //
@@ -81,23 +81,18 @@ type App struct {
 	closers []func() error
 }
 
-// New opens everything and reconciles; nothing is served and nobody is told yet. Close takes it back.
-func New(ctx context.Context, cfg Config, log *slog.Logger) (a *App, err error) {
+// New opens everything; nothing of the node is changed or served and nobody is told yet. Close takes it back.
+func New(ctx context.Context, cfg Config, log *slog.Logger) (*App, error) {
 	if err := cfg.check(); err != nil {
 		return nil, fmt.Errorf("configuration: %w", err)
 	}
-	a = &App{cfg: cfg, log: log.With("node", cfg.Node), metrics: obs.NewRegistry(), health: obs.NewHealth()}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, a.Close())
-		}
-	}()
-	for _, open := range []func(context.Context) error{a.openState, a.openRuntime, a.openStores, a.openRunner, a.openSession, a.reconcile} {
+	a := &App{cfg: cfg, log: log.With("node", cfg.Node), metrics: obs.NewRegistry(), health: obs.NewHealth()}
+	for _, open := range []func(context.Context) error{a.openState, a.openRuntime, a.openStores, a.openRunner, a.openSession, a.measure} {
 		if err := open(ctx); err != nil {
-			return nil, err
+			return nil, errors.Join(err, a.Close())
 		}
 	}
-	return a, a.measure()
+	return a, nil
 }
 
 // Close lets go of everything, in the reverse order of opening. Sandboxes go on.
@@ -217,7 +212,7 @@ func (a *App) openRunner(context.Context) error {
 		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
-		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Log: a.log, Measure: a.stepTimes(),
+		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Log: a.log, Measure: a.stepTimes(), Fault: faults(a.cfg.StateDir),
 	})
 	if err != nil {
 		return err

@@ -1,7 +1,7 @@
 package app
 
 import (
-	"errors"
+	"context"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -37,15 +37,15 @@ type collector struct {
 }
 
 // measure registers what is read at each scrape.
-func (a *App) measure() error {
-	return errors.Join(a.metrics.Register(&collector{
+func (a *App) measure(context.Context) error {
+	return a.metrics.Register(&collector{
 		state:     a.state,
 		boxes:     prometheus.NewDesc("dormouse_agentd_sandboxes", "Sandboxes on the node, by phase.", []string{"phase"}, nil),
 		snapshots: prometheus.NewDesc("dormouse_agentd_snapshots", "Artefacts on the node, by state.", []string{"state"}, nil),
 		bytes:     prometheus.NewDesc("dormouse_agentd_snapshot_bytes", "Bytes of all artefacts.", nil, nil),
 		session:   prometheus.NewDesc("dormouse_agentd_session", "1 while the node has a session with the coordinator.", nil, nil),
 		connected: a.session.Connected,
-	}))
+	})
 }
 
 // Describe implements prometheus.Collector.

@@ -29,25 +29,14 @@ const drainTime = 10 * time.Second
 // maxMessage bounds what a peer may send in one message.
 const maxMessage = 8 << 20
 
-// Serve serves until ctx ends or a listener fails, then drains. It may be called once.
+// Serve brings records and node together, then serves until ctx ends or a listener fails, then drains. It
+// may be called once.
 func (a *App) Serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	nodeServer, debugServer, err := a.servers()
-	if err != nil {
-		return err
-	}
-	nodeListener, err := listen(a.cfg.Listen)
-	if err != nil {
-		return fmt.Errorf("listen: %w", err)
-	}
-	debugListener, err := obs.ListenRootOnly(a.cfg.DebugSocket())
-	if err != nil {
-		return errors.Join(err, nodeListener.Close())
-	}
 	a.conditions()
-
 	var group sync.WaitGroup
+	defer group.Wait()
 	failed := func(what string, err error) {
 		if err != nil && ctx.Err() == nil {
 			cancel(fmt.Errorf("%s: %w", what, err))
@@ -58,6 +47,21 @@ func (a *App) Serve(ctx context.Context) error {
 	group.Go(func() {
 		failed("admin socket", obs.ServeAdmin(adminCtx, a.cfg.AdminSocket(), obs.AdminHandler(a.metrics, a.health, nil)))
 	})
+	if err := a.reconcile(ctx); err != nil {
+		return err
+	}
+	nodeServer, debugServer, err := a.servers()
+	if err != nil {
+		return err
+	}
+	nodeListener, err := listen(ctx, a.cfg.Listen)
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	debugListener, err := obs.ListenRootOnly(a.cfg.DebugSocket())
+	if err != nil {
+		return errors.Join(err, nodeListener.Close())
+	}
 	group.Go(func() { failed("node API", nodeServer.Serve(nodeListener)) })
 	group.Go(func() { failed("debug socket", debugServer.Serve(debugListener)) })
 	sessionCtx, endSession := context.WithCancel(ctx)
@@ -69,8 +73,6 @@ func (a *App) Serve(ctx context.Context) error {
 	endSession()
 	sessionDone.Wait()
 	drain(nodeServer, debugServer)
-	endAdmin()
-	group.Wait()
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
 	}
@@ -142,13 +144,13 @@ func (a *App) conditions() {
 
 // listen opens a TCP or unix listener. A unix socket that a dead agentd left is replaced; it is for the
 // owner alone, and TLS is spoken on it all the same.
-func listen(address string) (net.Listener, error) {
+func listen(ctx context.Context, address string) (net.Listener, error) {
 	network, addr := listenOn(address)
 	if network == "unix" {
 		return obs.ListenRootOnly(addr)
 	}
 	var lc net.ListenConfig
-	l, err := lc.Listen(context.Background(), network, addr)
+	l, err := lc.Listen(ctx, network, addr)
 	if err != nil && os.IsPermission(err) {
 		return nil, fmt.Errorf("%w: use a port above 1023", err)
 	}

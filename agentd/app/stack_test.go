@@ -52,7 +52,7 @@ func binaries(t *testing.T) string {
 			return
 		}
 		for _, c := range []*exec.Cmd{
-			exec.Command("go", "build", "-o", filepath.Join(built.dir, "agentd"), "../cmd/agentd"),
+			exec.Command("go", "build", "-tags", "faults", "-o", filepath.Join(built.dir, "agentd"), "../cmd/agentd"),
 			exec.Command("../../scripts/bundle.sh", filepath.Join(built.dir, "bundle")),
 		} {
 			if out, err := c.CombinedOutput(); err != nil {

@@ -74,7 +74,7 @@ type Inventory interface {
 type Commands interface {
 	Do(ctx context.Context, cmd runner.Command, run func(ctx context.Context) ([]byte, error)) ([]byte, error)
 	// Admit only checks the epochs: for what is idempotent by itself and streams.
-	Admit(cmd runner.Command) error
+	Admit(ctx context.Context, cmd runner.Command) error
 }
 
 // Server implements AgentService.
@@ -279,7 +279,7 @@ func (s *Server) DeleteVolume(ctx context.Context, req *nodev1.DeleteVolumeReque
 func (s *Server) PullImage(req *nodev1.PullImageRequest, stream grpc.ServerStreamingServer[nodev1.PullImageResponse]) error {
 	cmd, err := command("PullImage", req.GetCommand(), req)
 	if err == nil {
-		err = s.Commands.Admit(cmd)
+		err = s.Commands.Admit(stream.Context(), cmd)
 	}
 	if err != nil {
 		return err

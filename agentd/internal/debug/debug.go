@@ -164,6 +164,8 @@ func (s *Server) Doctor(ctx context.Context, req *nodev1.DoctorRequest) (*nodev1
 		}
 		resp.Findings = append(resp.Findings, f)
 	}
-	slices.SortFunc(resp.Findings, func(a, b *nodev1.Finding) int { return strings.Compare(a.GetKind()+a.GetName(), b.GetKind()+b.GetName()) })
+	slices.SortFunc(resp.Findings, func(a, b *nodev1.Finding) int {
+		return strings.Compare(a.GetKind()+a.GetName(), b.GetKind()+b.GetName())
+	})
 	return resp, nil
 }

@@ -123,7 +123,7 @@ type noGroups struct{}
 
 func (noGroups) List() ([]string, error) { return nil, nil }
 
-type noArtefacts struct{ purged *[]string }
+type noArtefacts struct{}
 
 func (noArtefacts) Observe() (checkpoint.Observed, error) { return checkpoint.Observed{}, nil }
 func (a noArtefacts) Delete(string) error                 { return nil }

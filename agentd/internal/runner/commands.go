@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -64,7 +65,7 @@ func (c *Commands) Do(ctx context.Context, cmd Command, run func(ctx context.Con
 	if cmd.ID == "" || len(cmd.ID) > 256 {
 		return nil, errs.New(errs.InvalidField, "a command needs an id of 1 to 256 bytes").With("field", "command.command_id")
 	}
-	if err := c.Admit(cmd); err != nil {
+	if err := c.Admit(ctx, cmd); err != nil {
 		return nil, err
 	}
 	f, err := c.join(ctx, cmd, run)
@@ -79,16 +80,36 @@ func (c *Commands) Do(ctx context.Context, cmd Command, run func(ctx context.Con
 	}
 }
 
+// welcomeTime bounds the wait for a session that the coordinator speaks of and this node is just about
+// to enter: its Welcome is on the way, on another connection.
+const welcomeTime = 2 * time.Second
+
 // Admit checks the epochs alone; it persists a newer coordinator's epoch before anything is done in its name.
-func (c *Commands) Admit(cmd Command) error {
+func (c *Commands) Admit(ctx context.Context, cmd Command) error {
 	if err := c.store.AdmitCoordinator(cmd.Coordinator); err != nil {
 		return err
 	}
-	if now := c.session(); now == 0 || cmd.Session != now {
-		return errs.New(errs.Fenced, "the session epoch %d is not this node's, which is %d; use the current session", cmd.Session, now).
-			With("epoch", strconv.FormatUint(uint64(cmd.Session), 10)).With("current_epoch", strconv.FormatUint(uint64(now), 10))
+	bound := time.NewTimer(welcomeTime)
+	defer bound.Stop()
+	look := time.NewTicker(5 * time.Millisecond)
+	defer look.Stop()
+	for waiting := true; ; {
+		now := c.session()
+		switch verdict := fence.Check(now, cmd.Session); {
+		case verdict == fence.Current:
+			return nil
+		case verdict == fence.Stale || !waiting:
+			return errs.New(errs.Fenced, "the session epoch %d is not this node's, which is %d; use the current session", cmd.Session, now).
+				With("epoch", strconv.FormatUint(uint64(cmd.Session), 10)).With("current_epoch", strconv.FormatUint(uint64(now), 10))
+		}
+		select {
+		case <-look.C:
+		case <-bound.C:
+			waiting = false
+		case <-ctx.Done():
+			waiting = false
+		}
 	}
-	return nil
 }
 
 // join gives the flight of the command, and starts it if there is none.

@@ -35,13 +35,12 @@ type world struct {
 	root string
 	host *fake.Host
 
-	mu       sync.Mutex
-	holds    map[string]string // holder to digest
-	volumes  map[string]string // volume to holder
-	guests   map[string]*fakeInit
-	leases   int
-	fail     map[string]error // by what is asked
-	argvSeen []string
+	mu      sync.Mutex
+	holds   map[string]string // holder to digest
+	volumes map[string]string // volume to holder
+	guests  map[string]*fakeInit
+	leases  int
+	fail    map[string]error // by what is asked
 
 	dead bool // a fault struck: the process does nothing more
 	at   string
