@@ -207,7 +207,7 @@ func answered(err error) *errs.Error {
 // okLevel keeps reading quiet: what looks is at debug, what changes is at info.
 func okLevel(method string) slog.Level {
 	name := method[strings.LastIndex(method, "/")+1:]
-	for _, p := range []string{"Get", "List", "Wait", "Watch", "Read", "Overview"} {
+	for _, p := range []string{"Get", "List", "Wait", "Watch", "Read", "Overview", "Check"} {
 		if strings.HasPrefix(name, p) {
 			return slog.LevelDebug
 		}

@@ -20,7 +20,7 @@ func imageID(i *dormousev1.Image) string { return i.GetDigest() }
 func imageColumns() []command.Column[*dormousev1.Image] {
 	type col = command.Column[*dormousev1.Image]
 	return []col{
-		{Name: "REFERENCE", Show: func(i *dormousev1.Image) string { return i.GetReference() }},
+		{Name: "REFERENCE", Show: func(i *dormousev1.Image) string { return shortReference(i.GetReference()) }},
 		{Name: "DIGEST", Show: func(i *dormousev1.Image) string { return shortDigest(i.GetDigest()) }},
 		{Name: "SIZE", Show: func(i *dormousev1.Image) string { return config.FormatBytes(i.GetSizeBytes()) }},
 		{Name: "NODES", Show: func(i *dormousev1.Image) string { return strings.Join(i.GetNodes(), ",") }},
@@ -37,6 +37,15 @@ func shortDigest(d string) string {
 		return d[:i+13]
 	}
 	return d
+}
+
+// shortReference shortens the digest in a reference; -o json has it whole.
+func shortReference(ref string) string {
+	name, digest, ok := strings.Cut(ref, "@")
+	if !ok {
+		return ref
+	}
+	return name + "@" + shortDigest(digest)
 }
 
 func imageCommands() *cli.Command {

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -12,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/testing/protocmp"
 
+	"github.com/dormouse-run/dormouse/pkg/command"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -335,5 +338,59 @@ func TestPullPlainLines(t *testing.T) {
 	serve(t)
 	if r := dormouse(t, "image", "pull", "reg.example/a:1"); r.code != 0 || r.err != "n1: resolving\nn1: pulling\nn1: done\n" {
 		t.Errorf("got %+v", r)
+	}
+}
+
+// The interrupt goes to the process inside, whose exit code is passed on.
+func TestInterruptIsForwarded(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	if r := dormouse(t, "exec", "box", "--", "interrupted"); r.code != 130 {
+		t.Errorf("got %+v", r)
+	}
+	if got := asked[*dormousev1.SignalProcessRequest](t, f); got.GetSignal() != 2 || !got.GetTree() {
+		t.Errorf("asked %v", got)
+	}
+}
+
+// brokenPipeWriter is a standard output whose reader went away.
+type brokenPipeWriter struct{}
+
+func (brokenPipeWriter) Write([]byte) (int, error) {
+	return 0, &os.PathError{Op: "write", Path: "/dev/stdout", Err: syscall.EPIPE}
+}
+
+func TestReaderThatWentAwayEndsTheProcess(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	var errOut bytes.Buffer
+	app := newApp(streams{in: strings.NewReader(""), out: brokenPipeWriter{}, err: &errOut})
+	if code := command.Run(t.Context(), app, []string{"dormouse", "exec", "box", "--", "echo", "y"}); code != 141 || errOut.Len() != 0 {
+		t.Errorf("exit code %d, %s", code, errOut.String())
+	}
+	if got := asked[*dormousev1.SignalProcessRequest](t, f); got.GetSignal() != 13 || !got.GetTree() {
+		t.Errorf("asked %v", got)
+	}
+}
+
+func TestWaitSaysWhatItSaw(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	f.fail["WatchSandboxes"] = errs.New(errs.NoLeader, "no leader")
+	if r := dormouse(t, "wait", "box", "--timeout", "300ms"); r.code != 124 || !strings.Contains(r.err, "is still running") {
+		t.Errorf("got %+v", r)
+	}
+}
+
+func TestPullOnATerminal(t *testing.T) {
+	var out bytes.Buffer
+	p := &pullProgress{w: &out, live: true, last: make(map[string]string)}
+	for _, u := range []*dormousev1.PullProgress{{Node: "n1", Step: "pulling", BytesDone: 1 << 20, BytesTotal: 4 << 20}, {Node: "n2", Step: "converting", BytesDone: 2 << 20}, {Node: "n1", Step: "done"}} {
+		p.update(u)
+	}
+	p.end()
+	want := "\r\x1b[Kn1: pulling 25% of 4Mi\r\x1b[Kn1: pulling 25% of 4Mi  n2: converting 2Mi\r\x1b[Kn1: done  n2: converting 2Mi\n"
+	if d := cmp.Diff(want, out.String()); d != "" {
+		t.Errorf("(-want +got):\n%s", d)
 	}
 }

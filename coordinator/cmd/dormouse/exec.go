@@ -2,11 +2,13 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
-	"sync"
+	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -177,6 +179,7 @@ func runIn(c call, s *client.Sandbox, in *interrupts, spec *dormousev1.ProcessSp
 		input = c.App.Reader
 	}
 	running := false
+	in.start()
 	p, exit, err := s.Run(c.ctx, spec, input, outputOf(c), func(p *client.Process) {
 		running = true
 		in.forward(p)
@@ -184,11 +187,23 @@ func runIn(c call, s *client.Sandbox, in *interrupts, spec *dormousev1.ProcessSp
 	switch {
 	case err == nil:
 		return passOn(exit)
+	case running && errors.Is(err, syscall.EPIPE):
+		return brokenPipe(c, p)
 	case running:
 		fmt.Fprintf(c.App.ErrWriter, "the process goes on: dormouse logs -f %s %s\n", s.UID, p.ID)
 		return err
 	}
 	return notRun(c, err)
+}
+
+// brokenPipe ends a command whose output nobody reads any more, as a pipe on one machine would.
+func brokenPipe(c call, p *client.Process) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.ctx), removeTime)
+	defer cancel()
+	if err := p.Signal(ctx, int32(syscall.SIGPIPE), true); err != nil && !errs.Has(err, errs.ProcessNotFound) {
+		return err
+	}
+	return command.Exit(128 + int(syscall.SIGPIPE))
 }
 
 // notRun gives a command that could not be run the exit code that shells give it.
@@ -222,21 +237,22 @@ func outputOf(c call) *client.Output {
 	}}
 }
 
-// interrupts turns Ctrl-C into a signal for the process inside; the second one, or one before the
-// process runs, ends the command here.
+// interrupts turns Ctrl-C into a signal for the process inside; the second one ends the command
+// here. So does the first while there is no process yet; while one is being started it is kept
+// until that runs, so that none is left behind.
 type interrupts struct {
 	ctx    context.Context //nolint:containedctx // of the command that it interrupts
 	cancel context.CancelFunc
 	signal chan os.Signal
+	target chan *client.Process
 	done   chan struct{}
 
-	mu sync.Mutex
-	p  *client.Process
+	starting atomic.Bool
 }
 
 func catchInterrupts(parent context.Context) (context.Context, *interrupts) {
 	ctx, cancel := context.WithCancel(parent)
-	in := &interrupts{ctx: ctx, cancel: cancel, signal: make(chan os.Signal, 2), done: make(chan struct{})}
+	in := &interrupts{ctx: ctx, cancel: cancel, signal: make(chan os.Signal, 2), target: make(chan *client.Process, 1), done: make(chan struct{})}
 	signal.Notify(in.signal, os.Interrupt)
 	go in.loop()
 	return ctx, in
@@ -244,28 +260,29 @@ func catchInterrupts(parent context.Context) (context.Context, *interrupts) {
 
 func (in *interrupts) loop() {
 	defer close(in.done)
+	var p *client.Process
+	caught := 0
 	for {
 		select {
 		case <-in.ctx.Done():
 			return
+		case p = <-in.target:
 		case <-in.signal:
+			caught++
 		}
-		in.mu.Lock()
-		p := in.p
-		in.p = nil
-		in.mu.Unlock()
-		if p == nil || p.Signal(in.ctx, 2, true) != nil {
+		switch {
+		case caught == 0 || caught == 1 && p == nil && in.starting.Load():
+		case caught > 1 || p == nil || p.Signal(in.ctx, int32(syscall.SIGINT), true) != nil:
 			in.cancel()
 		}
 	}
 }
 
-// forward names the process that gets the first interrupt.
-func (in *interrupts) forward(p *client.Process) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	in.p = p
-}
+// start says that a process is about to run.
+func (in *interrupts) start() { in.starting.Store(true) }
+
+// forward names the process that gets the first interrupt. It is called once.
+func (in *interrupts) forward(p *client.Process) { in.target <- p }
 
 func (in *interrupts) stop() {
 	signal.Stop(in.signal)

@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -48,6 +50,7 @@ type fake struct {
 	requests  []proto.Message
 	input     bytes.Buffer
 	inputDone chan struct{}
+	signals   chan int32
 	ids       int
 	fail      map[string]error // by method, every time
 	once      map[string]error // by method, the first time
@@ -262,7 +265,7 @@ func (f *fake) DeleteVolume(_ context.Context, r *dormousev1.DeleteVolumeRequest
 }
 
 // RunProcess knows a few programs: echo, exit, sleep (times out), cat (its input is its output),
-// lost (the stream breaks after half of the output).
+// hang (until a signal comes), lost (the stream breaks after half of the output).
 func (f *fake) RunProcess(r *dormousev1.RunProcessRequest, s grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
 	if err := f.note("RunProcess", r); err != nil {
 		return err
@@ -277,6 +280,18 @@ func (f *fake) RunProcess(r *dormousev1.RunProcessRequest, s grpc.ServerStreamin
 	exit := &dormousev1.ProcessExit{}
 	argv := r.GetSpec().GetArgv()
 	switch argv[0] {
+	case "interrupted": // sends Ctrl-C to the caller, which is this process, then hangs
+		if err := syscall.Kill(os.Getpid(), syscall.SIGINT); err != nil {
+			return err
+		}
+		fallthrough
+	case "hang": // until a signal comes
+		select {
+		case n := <-f.signals:
+			exit.Code, exit.Signal = 128+n, n
+		case <-s.Context().Done():
+			return s.Context().Err()
+		}
 	case "echo":
 		if err := say(dormousev1.OutputStream_OUTPUT_STREAM_STDOUT, strings.Join(argv[1:], " ")+"\n"); err != nil {
 			return err
@@ -350,6 +365,10 @@ func (f *fake) ListProcesses(_ context.Context, r *dormousev1.ListProcessesReque
 }
 
 func (f *fake) SignalProcess(_ context.Context, r *dormousev1.SignalProcessRequest) (*dormousev1.SignalProcessResponse, error) {
+	select {
+	case f.signals <- r.GetSignal():
+	default:
+	}
 	return &dormousev1.SignalProcessResponse{}, f.note("SignalProcess", r)
 }
 
@@ -412,7 +431,7 @@ func auth(ctx context.Context) error {
 // serve starts a fake coordinator on a unix socket and points the environment at it.
 func serve(t *testing.T) *fake {
 	t.Helper()
-	f := &fake{fail: make(map[string]error), once: make(map[string]error), inputDone: make(chan struct{})}
+	f := &fake{fail: make(map[string]error), once: make(map[string]error), inputDone: make(chan struct{}), signals: make(chan int32, 1)}
 	server, err := wire.NewServer(obs.Discard(), nil)
 	if err != nil {
 		t.Fatal(err)

@@ -11,6 +11,7 @@ import (
 )
 
 func main() {
+	signal.Ignore(syscall.SIGPIPE) // a reader that went away is an error of the write, and of the process inside
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGHUP)
 	code := command.Run(ctx, newApp(streams{in: os.Stdin, out: os.Stdout, err: os.Stderr}), os.Args)
 	stop()

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -26,7 +28,7 @@ func sandboxColumns() []command.Column[*dormousev1.Sandbox] {
 		{Name: "NAME", Show: func(s *dormousev1.Sandbox) string { return s.GetMeta().GetName() }},
 		{Name: "PHASE", Show: func(s *dormousev1.Sandbox) string { return phaseOf(s) }},
 		{Name: "NODE", Show: func(s *dormousev1.Sandbox) string { return s.GetStatus().GetNode() }},
-		{Name: "IMAGE", Show: func(s *dormousev1.Sandbox) string { return s.GetSpec().GetImage() }},
+		{Name: "IMAGE", Show: func(s *dormousev1.Sandbox) string { return shortReference(s.GetSpec().GetImage()) }},
 		{Name: "AGE", Show: func(s *dormousev1.Sandbox) string { return ageOf(s.GetMeta().GetCreateTime()) }},
 		{Name: "EXIT", Wide: true, Show: exitOf},
 		{Name: "REASON", Wide: true, Show: why},
@@ -210,6 +212,9 @@ func waitFor(c call, ref, what string) error {
 		}
 		return ended
 	})
+	if errors.Is(err, context.DeadlineExceeded) || errs.Has(err, errs.DeadlineExpired) {
+		return errs.New(errs.DeadlineExpired, "sandbox %s is still %s", s.UID, strings.ToLower(phaseOf(s.Last))).With("uid", s.UID).WithOutcome(errs.NotStarted, errs.Never)
+	}
 	if err != nil || what == "deleted" {
 		return err
 	}
