@@ -197,8 +197,16 @@ func (e *Engine) failSnapshot(ctx context.Context, t *task, u string, env *errs.
 		if err != nil || snap.Status.Phase != snapshot.Preparing {
 			return catalog.Commit{}, orNothing(err)
 		}
+		op, err := e.operation(ctx, r, t)
+		if err != nil {
+			return catalog.Commit{}, err
+		}
+		if op.Error == nil { // in the same step, so that a restart knows why it undoes
+			op.Error = env
+		}
 		snap.Status.Phase, snap.Status.Reason, snap.Status.Message = snapshot.Failed, string(env.Reason), env.Message
 		var p puts
+		p.add(op.put())
 		p.add(snap.Put())
 		p.add(e.event(records.SandboxKey(snap.Tenant, snap.SourceSandboxUID), "CheckpointFailed", env.Message, true))
 		if sb != nil {

@@ -42,7 +42,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.sweepOperations(ctx); err != nil {
 		return err
 	}
-	_, err := e.cfg.Catalog.Compact(ctx, 1000)
+	_, err := e.cfg.Catalog.Compact(ctx, catalog.MaxPage)
 	return err
 }
 

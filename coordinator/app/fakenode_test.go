@@ -1,0 +1,252 @@
+package app_test
+
+import (
+	"context"
+	"net"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// fakeNode speaks as agentd does, over the same wire.
+type fakeNode struct {
+	nodev1.UnimplementedAgentServiceServer
+	dormousev1.UnimplementedProcessServiceServer
+	t    *testing.T
+	name string
+	tls  *pki.Source
+	addr string
+	srv  *grpc.Server
+	done chan struct{}
+
+	mu        sync.Mutex
+	sandboxes map[string]*nodev1.SandboxObservation
+	snapshots map[string]*nodev1.SnapshotObservation
+	volumes   map[string]*nodev1.VolumeObservation
+	number    uint64
+	commands  []*nodev1.Command
+	epoch     uint64 // highest coordinator epoch seen
+
+	cancel  context.CancelFunc
+	session sync.WaitGroup
+	stream  grpc.BidiStreamingClient[nodev1.SessionRequest, nodev1.SessionResponse]
+	acks    chan *nodev1.ReportAck
+	welcome chan *nodev1.Welcome
+}
+
+func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
+	n := &fakeNode{t: t, name: name, tls: p.source(t, pki.Identity{Role: pki.RoleNode, Name: name}),
+		sandboxes: map[string]*nodev1.SandboxObservation{}, snapshots: map[string]*nodev1.SnapshotObservation{}, volumes: map[string]*nodev1.VolumeObservation{},
+		done: make(chan struct{})}
+	sock := filepath.Join(t.TempDir(), "node.sock")
+	l, err := net.Listen("unix", sock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.addr = "unix:" + sock
+	around, err := wire.NewServer(quiet(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.srv = grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(n.tls.Server(pki.RoleCoordinator))))...)
+	nodev1.RegisterAgentServiceServer(n.srv, n)
+	dormousev1.RegisterProcessServiceServer(n.srv, n)
+	go func() {
+		defer close(n.done)
+		_ = n.srv.Serve(l) // ends with Stop
+	}()
+	t.Cleanup(func() {
+		n.hangUp()
+		n.srv.Stop()
+		<-n.done
+	})
+	return n
+}
+
+// dial opens a session and beats until hangUp.
+func (n *fakeNode) dial(coordinator string, beat time.Duration) error {
+	ctx, cancel := context.WithCancel(context.Background())
+	cc, err := grpc.NewClient("passthrough:///"+coordinator, append(wire.DialOptions(),
+		grpc.WithTransportCredentials(credentials.NewTLS(n.tls.Client(pki.RoleCoordinator, ""))))...)
+	if err != nil {
+		cancel()
+		return err
+	}
+	fail := func(err error) error {
+		cancel()
+		_ = cc.Close()
+		return err
+	}
+	stream, err := nodev1.NewSessionServiceClient(cc).Session(ctx)
+	if err != nil {
+		return fail(err)
+	}
+	n.mu.Lock()
+	hello := &nodev1.Hello{Node: n.name, Address: n.addr, Version: "test", Architecture: "amd64", HighestCoordinatorEpoch: n.epoch,
+		Allocatable: &dormousev1.NodeResources{CpuMillis: 4000, MemoryBytes: 8 << 30, DiskBytes: 100 << 30, Sandboxes: 1000}, Inventory: n.inventory()}
+	n.mu.Unlock()
+	if err := stream.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Hello{Hello: hello}}); err != nil {
+		_, err = stream.Recv()
+		return fail(err)
+	}
+	first, err := stream.Recv()
+	if err != nil {
+		return fail(err)
+	}
+	n.mu.Lock()
+	n.epoch = first.GetWelcome().GetCoordinatorEpoch()
+	n.cancel, n.stream, n.acks = cancel, stream, make(chan *nodev1.ReportAck, 16)
+	n.mu.Unlock()
+	n.session.Go(func() {
+		defer func() { _ = cc.Close() }()
+		for {
+			msg, err := stream.Recv()
+			if err != nil {
+				return
+			}
+			if ack := msg.GetReportAck(); ack != nil {
+				n.acks <- ack
+			}
+		}
+	})
+	n.session.Go(func() {
+		tick := time.NewTicker(beat)
+		defer tick.Stop()
+		for {
+			select {
+			case <-stream.Context().Done():
+				return
+			case <-tick.C:
+				_ = stream.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Heartbeat{Heartbeat: &nodev1.Heartbeat{}}})
+			}
+		}
+	})
+	return nil
+}
+
+func (n *fakeNode) hangUp() {
+	n.mu.Lock()
+	cancel := n.cancel
+	n.mu.Unlock()
+	if cancel != nil {
+		cancel()
+	}
+	n.session.Wait()
+}
+
+// inventory wants the lock.
+func (n *fakeNode) inventory() *nodev1.GetInventoryResponse {
+	inv := &nodev1.GetInventoryResponse{}
+	for _, s := range n.sandboxes {
+		inv.Sandboxes = append(inv.Sandboxes, s)
+	}
+	for _, s := range n.snapshots {
+		inv.Snapshots = append(inv.Snapshots, s)
+	}
+	for _, v := range n.volumes {
+		inv.Volumes = append(inv.Volumes, v)
+	}
+	return inv
+}
+
+func (n *fakeNode) take(c *nodev1.Command) error {
+	n.commands = append(n.commands, c)
+	if c.GetCoordinatorEpoch() < n.epoch {
+		return errs.New(errs.Fenced, "an older coordinator")
+	}
+	return nil
+}
+
+func (n *fakeNode) run(c *nodev1.Command, uid, from string) (*nodev1.SandboxObservation, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err := n.take(c); err != nil {
+		return nil, err
+	}
+	n.number++
+	n.sandboxes[uid] = &nodev1.SandboxObservation{Uid: uid, Tenant: c.GetTenant(), Phase: dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING,
+		ObservedGeneration: 1, ImageDigest: "sha256:abc", RestoredFrom: from, Observation: n.number}
+	return n.sandboxes[uid], nil
+}
+
+func (n *fakeNode) StartSandbox(_ context.Context, req *nodev1.StartSandboxRequest) (*nodev1.StartSandboxResponse, error) {
+	if req.GetSpec().GetImage() == "registry.test/missing:1" {
+		return nil, errs.New(errs.ImageNotFound, "the registry has no such image").With("image", req.GetSpec().GetImage())
+	}
+	o, err := n.run(req.GetCommand(), req.GetUid(), "")
+	return &nodev1.StartSandboxResponse{Sandbox: o}, err
+}
+
+func (n *fakeNode) RestoreSandbox(_ context.Context, req *nodev1.RestoreSandboxRequest) (*nodev1.RestoreSandboxResponse, error) {
+	o, err := n.run(req.GetCommand(), req.GetUid(), req.GetSnapshotUid())
+	return &nodev1.RestoreSandboxResponse{Sandbox: o}, err
+}
+
+func (n *fakeNode) DeleteSandbox(_ context.Context, req *nodev1.DeleteSandboxRequest) (*nodev1.DeleteSandboxResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.sandboxes, req.GetUid())
+	return &nodev1.DeleteSandboxResponse{}, n.take(req.GetCommand())
+}
+
+func (n *fakeNode) CheckpointSandbox(_ context.Context, req *nodev1.CheckpointSandboxRequest) (*nodev1.CheckpointSandboxResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	o := &nodev1.SnapshotObservation{Uid: req.GetSnapshotUid(), Tenant: req.GetCommand().GetTenant(), SourceSandboxUid: req.GetUid(), SizeBytes: 5}
+	n.snapshots[o.GetUid()] = o
+	return &nodev1.CheckpointSandboxResponse{Snapshot: o}, n.take(req.GetCommand())
+}
+
+func (n *fakeNode) DeleteSnapshot(_ context.Context, req *nodev1.DeleteSnapshotRequest) (*nodev1.DeleteSnapshotResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.snapshots, req.GetUid())
+	return &nodev1.DeleteSnapshotResponse{}, n.take(req.GetCommand())
+}
+
+func (n *fakeNode) CreateVolume(_ context.Context, req *nodev1.CreateVolumeRequest) (*nodev1.CreateVolumeResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	o := &nodev1.VolumeObservation{Uid: req.GetUid(), Tenant: req.GetCommand().GetTenant()}
+	n.volumes[o.GetUid()] = o
+	return &nodev1.CreateVolumeResponse{Volume: o}, n.take(req.GetCommand())
+}
+
+func (n *fakeNode) DeleteVolume(_ context.Context, req *nodev1.DeleteVolumeRequest) (*nodev1.DeleteVolumeResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.volumes, req.GetUid())
+	return &nodev1.DeleteVolumeResponse{}, n.take(req.GetCommand())
+}
+
+func (n *fakeNode) GetInventory(context.Context, *nodev1.GetInventoryRequest) (*nodev1.GetInventoryResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.inventory(), nil
+}
+
+func (n *fakeNode) RunProcess(req *dormousev1.RunProcessRequest, out grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
+	if len(req.GetSpec().GetArgv()) == 0 {
+		return errs.New(errs.CommandNotFound, "no such command")
+	}
+	for _, msg := range []*dormousev1.RunProcessResponse{
+		{Event: &dormousev1.RunProcessResponse_Started{Started: &dormousev1.Process{ProcessId: "p1", Pid: 2}}},
+		{Event: &dormousev1.RunProcessResponse_Output{Output: &dormousev1.OutputChunk{Data: []byte("hello")}}},
+		{Event: &dormousev1.RunProcessResponse_Exit{Exit: &dormousev1.ProcessExit{Code: 3}}},
+	} {
+		if err := out.Send(msg); err != nil {
+			return err
+		}
+	}
+	return nil
+}

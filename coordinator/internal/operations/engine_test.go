@@ -1,0 +1,346 @@
+package operations_test
+
+import (
+	"context"
+	"encoding/json"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/volume"
+)
+
+// eventually polls until the condition holds.
+func eventually(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	deadline := time.After(20 * time.Second)
+	for !cond() {
+		select {
+		case <-deadline:
+			t.Fatalf("never: %s", what)
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+func wantReason(t *testing.T, err error, want errs.Reason) *errs.Error {
+	t.Helper()
+	if !errs.Has(err, want) {
+		t.Fatalf("got %v, want %s", err, want)
+	}
+	return errs.From(err)
+}
+
+func TestC24SameOperationSameSnapshotAlsoAfterRestart(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	u := madeSandbox(t, e)
+	c, req := call(uid.New()), operations.CheckpointSandbox{UID: u, Name: "snap"}
+	first := must(e.CheckpointSandbox(context.Background(), c, req))(t)
+	e.stop()
+	e = w.lead()
+	defer e.stop()
+	again := must(e.CheckpointSandbox(context.Background(), c, req))(t)
+	a, _ := json.Marshal(first.Result)
+	b, _ := json.Marshal(again.Result)
+	if string(a) != string(b) || again.Result.Snapshot == nil || again.Result.Snapshot.Revision == 0 {
+		t.Fatalf("first %s\nagain %s", a, b)
+	}
+	if len(w.node.snapshots) != 1 {
+		t.Fatalf("the node has %d snapshots", len(w.node.snapshots))
+	}
+}
+
+func TestC25SameOperationOtherBodyIsConflict(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	c := call(uid.New())
+	must(create("one")(context.Background(), e, c))(t)
+	_, err := create("two")(context.Background(), e, c)
+	env := wantReason(t, err, errs.OperationBodyMismatch)
+	if env.Code != errs.Conflict || env.Outcome != errs.NotStarted || env.Retry != errs.Never {
+		t.Fatalf("%+v", env)
+	}
+	_, err = e.DeleteSandbox(context.Background(), c, operations.Delete{UID: uid.New()})
+	wantReason(t, err, errs.OperationBodyMismatch)
+}
+
+func TestC26DeletingAReferencedVolumeNamesTheSnapshots(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	v := madeVolume(t, e, "data")
+	box := madeSandbox(t, e, v)
+	snap := madeSnapshot(t, e, box)
+	_, err := e.DeleteVolume(ctx, call(""), operations.Delete{UID: v})
+	if env := wantReason(t, err, errs.AlreadyAttached); env.Details["holder"] != box {
+		t.Fatalf("%v names %v", env, env.Details)
+	}
+	must(e.DeleteSandbox(ctx, call(""), operations.Delete{UID: box}))(t)
+	_, err = e.DeleteVolume(ctx, call(""), operations.Delete{UID: v})
+	if env := wantReason(t, err, errs.StillReferenced); env.Details["references"] != snap || env.Details["count"] != "1" {
+		t.Fatalf("%v names %v", env, env.Details)
+	}
+	must(e.DeleteSnapshot(ctx, call(""), operations.Delete{UID: snap}))(t)
+	must(e.DeleteVolume(ctx, call(""), operations.Delete{UID: v}))(t)
+	w.agree(e)
+}
+
+func TestC27StaleVolumeUID(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	old := madeVolume(t, e, "data")
+	must(e.DeleteVolume(ctx, call(""), operations.Delete{UID: old}))(t)
+	_, err := e.DeleteVolume(ctx, call(""), operations.Delete{UID: old})
+	wantReason(t, err, errs.ObjectNotFound) // nobody has the name now
+	heir := madeVolume(t, e, "data")
+	if heir == old {
+		t.Fatal("the uid was used again")
+	}
+	_, deleted := e.DeleteVolume(ctx, call(""), operations.Delete{UID: old})
+	_, attached := create("box", old)(ctx, e, call(""))
+	for _, err := range []error{deleted, attached} {
+		env := wantReason(t, err, errs.StaleUID)
+		if env.Code != errs.Conflict || env.Outcome != errs.NotStarted || env.Retry != errs.Never || env.Details["current_uid"] != heir {
+			t.Fatalf("%+v", env)
+		}
+	}
+	h, err := w.store.Referrers(ctx, records.VolumeKey(tenant, heir), "", 10)
+	if err != nil || h.Count != 0 {
+		t.Fatalf("the new volume has holders %v, %v", h, err)
+	}
+	w.agree(e)
+}
+
+func TestSecondAttachmentNamesTheHolder(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	v := madeVolume(t, e, "data")
+	box := madeSandbox(t, e, v)
+	_, err := create("", v)(context.Background(), e, call(""))
+	if env := wantReason(t, err, errs.AlreadyAttached); !strings.Contains(env.Details["holder"], box) {
+		t.Fatalf("%v names %v", env, env.Details)
+	}
+	w.agree(e)
+}
+
+func TestSharedVolumes(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	op := must(e.CreateVolume(ctx, call(""), operations.CreateVolume{Spec: volume.Spec{Access: volume.SharedReadOnly}}))(t)
+	s := spec(op.Plan.VolumeUID)
+	_, err := e.CreateSandbox(ctx, call(""), operations.CreateSandbox{Spec: s})
+	wantReason(t, err, errs.InvalidField)
+	s.Volumes[0].ReadOnly = true
+	var last string
+	for range 2 {
+		made := must(e.CreateSandbox(ctx, call(""), operations.CreateSandbox{Spec: s}))(t)
+		last = made.Plan.Copies[0].SandboxUID
+	}
+	fork := must(e.ForkSandbox(ctx, call(""), operations.ForkSandbox{SandboxUID: last, Count: 2}))(t)
+	if len(fork.Plan.Copies[0].Clones) != 0 {
+		t.Fatal("a shared volume was copied")
+	}
+	w.agree(e)
+}
+
+func TestDeleteOvertakesStart(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	w.node.hold = make(chan struct{}) // never let go: only the deletion ends it
+	c := call(uid.New())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := create("box")(ctx, e, c)
+		ended <- err
+	}()
+	var u string
+	eventually(t, "the sandbox is Starting", func() bool {
+		page, err := w.store.List(ctx, catalog.Query{Kind: catalog.KindSandbox})
+		if err != nil || len(page.Records) != 1 || page.Records[0].Phase != string(sandbox.Starting) {
+			return false
+		}
+		u = page.Records[0].UID
+		return true
+	})
+	must(e.DeleteSandbox(ctx, call(""), operations.Delete{UID: u}))(t)
+	wantReason(t, <-ended, errs.WrongPhase)
+	w.agree(e)
+}
+
+func TestNodeAwayIsUnknownNotAbsent(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	u := madeSandbox(t, e)
+	w.node.mu.Lock()
+	w.node.away = func(string) error { return errs.New(errs.NodeAway, "away").With("node", "n1") }
+	w.node.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	c := call(uid.New())
+	_, err := e.DeleteSandbox(ctx, c, operations.Delete{UID: u})
+	env := wantReason(t, err, errs.NodeAway)
+	if env.Outcome != errs.Unknown || env.Retry != errs.SameOperation || env.OperationID != c.OperationID {
+		t.Fatalf("%+v", env)
+	}
+	rec, err := w.store.Get(context.Background(), records.SandboxKey(tenant, u))
+	if err != nil || rec.Phase != string(sandbox.Deleting) {
+		t.Fatalf("%v, %v", rec.Phase, err)
+	}
+	w.node.mu.Lock()
+	w.node.away = nil
+	w.node.mu.Unlock()
+	must(e.DeleteSandbox(context.Background(), c, operations.Delete{UID: u}))(t)
+	w.agree(e)
+}
+
+func TestSecretsStayInMemory(t *testing.T) {
+	const secret = "hunter2-hunter2"
+	w := newWorld(t)
+	e := w.lead()
+	ctx := context.Background()
+	req := operations.CreateSandbox{Name: "box", Spec: spec(), SecretEnv: map[string]string{"TOKEN": secret}}
+	must(e.CreateSandbox(ctx, call(""), req))(t)
+	if w.node.secrets["TOKEN"] != secret {
+		t.Fatal("the node did not get it")
+	}
+	for _, kind := range []catalog.Kind{catalog.KindSandbox, catalog.KindOperation, catalog.KindEvent} {
+		page := must(w.store.List(ctx, catalog.Query{Kind: kind}))(t)
+		for _, r := range page.Records {
+			if strings.Contains(string(r.Body), secret) {
+				t.Fatalf("%s holds the secret", r.Key)
+			}
+		}
+	}
+	// An operation that is resumed without its secrets fails, and says so.
+	w.node.hold = make(chan struct{})
+	req.Name = "late"
+	c := call(uid.New())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := e.CreateSandbox(ctx, c, req)
+		ended <- err
+	}()
+	eventually(t, "it is accepted", func() bool { _, err := e.Operation(ctx, tenant, c.OperationID); return err == nil })
+	e.stop()
+	wantReason(t, <-ended, errs.NoLeader)
+	w.node.hold = nil
+	e = w.lead()
+	defer e.stop()
+	eventually(t, "the operation fails", func() bool {
+		op, err := e.Operation(ctx, tenant, c.OperationID)
+		return err == nil && op.State == operations.Failed && op.Error.Reason == errs.SecretsLost
+	})
+	w.agree(e)
+}
+
+func TestNoNodeFitsSaysWhy(t *testing.T) {
+	w := newWorld(t)
+	w.nodes.all = append(w.nodes.all, placement.Node{Name: "n2", Allocatable: placement.Resources{CPUMillis: 1, MemoryBytes: 1}})
+	w.nodes.all[0].Cordoned = true
+	e := w.lead()
+	defer e.stop()
+	_, err := create("box")(context.Background(), e, call(""))
+	env := wantReason(t, err, errs.NoNodeFits)
+	if env.Details["node.n1"] != "it is cordoned" || env.Details["node.n2"] == "" {
+		t.Fatalf("%v", env.Details)
+	}
+	s := spec()
+	s.Resources.MemoryRequestBytes = 1 << 50
+	_, err = e.CreateSandbox(context.Background(), call(""), operations.CreateSandbox{Spec: s})
+	wantReason(t, err, errs.AboveEveryNode)
+	w.agree(e)
+}
+
+func TestOperationIDs(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	_, err := create("")(context.Background(), e, call("not-a-uid"))
+	wantReason(t, err, errs.InvalidField)
+	_, err = create("")(context.Background(), e, call("01900000-0000-7000-8000-000000000000")) // of 2024
+	wantReason(t, err, errs.OperationExpired)
+}
+
+func TestObservations(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	u := madeSandbox(t, e)
+	code := int32(3)
+	o := operations.Observation{UID: u, Tenant: tenant, Phase: sandbox.Stopped, ExitCode: &code, Reason: sandbox.ReasonError, Number: 100, Session: w.node.epoch}
+	if err := e.Observe(ctx, "n1", o); err != nil {
+		t.Fatal(err)
+	}
+	o.Number, o.Phase = 99, sandbox.Failed // older, and late
+	if err := e.Observe(ctx, "n1", o); err != nil {
+		t.Fatal(err)
+	}
+	sb := must(records.SandboxOf(must(w.store.Get(ctx, records.SandboxKey(tenant, u)))(t)))(t)
+	if sb.Status.Phase != sandbox.Stopped || sb.Status.ExitCode == nil || *sb.Status.ExitCode != 3 {
+		t.Fatalf("%+v", sb.Status)
+	}
+	if got := e.PlacedUIDs("n1"); len(got) != 0 {
+		t.Fatalf("a stopped sandbox is counted: %v", got)
+	}
+	o.Session--
+	o.Number = 200
+	wantReason(t, e.Observe(ctx, "n1", o), errs.Fenced)
+	o.Session++
+	wantReason(t, e.Observe(ctx, "n2", o), errs.WrongPhase) // it is on n1
+	o.UID = uid.New()
+	wantReason(t, e.Observe(ctx, "n1", o), errs.ObjectNotFound)
+}
+
+func TestLostReplyOfANodeIsAskedAgain(t *testing.T) {
+	w := newWorld(t)
+	cuts := 2
+	w.node.away = func(verb string) error {
+		if verb == "start" && cuts > 0 {
+			cuts--
+			return errs.Wrap(errCut, errs.ReplyLost, "the reply was lost")
+		}
+		return nil
+	}
+	e := w.lead()
+	defer e.stop()
+	u := madeSandbox(t, e)
+	if len(w.node.calls) != 3 || w.node.calls[0] != w.node.calls[2] || !strings.HasSuffix(w.node.calls[0], "/start:"+u) {
+		t.Fatalf("calls %v", w.node.calls)
+	}
+	w.agree(e)
+}
+
+func TestSweepForgetsOnlyWhatExpired(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	u := madeSandbox(t, e)
+	if err := e.Sweep(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	page := must(w.store.List(context.Background(), catalog.Query{Kind: catalog.KindOperation}))(t)
+	events := must(w.store.List(context.Background(), catalog.Query{Kind: catalog.KindEvent}))(t)
+	if len(page.Records) != 1 || len(events.Records) == 0 {
+		t.Fatalf("%d operations, %d events", len(page.Records), len(events.Records))
+	}
+	must(w.store.Get(context.Background(), records.SandboxKey(tenant, u)))(t)
+}

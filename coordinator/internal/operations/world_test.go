@@ -1,0 +1,336 @@
+package operations_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
+	"github.com/dormouse-run/dormouse/coordinator/internal/publish"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/catalog/memory"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/snapshot"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const tenant = "acme"
+
+// world is a catalog and a node that outlive engines.
+type world struct {
+	t     *testing.T
+	store *memory.Store
+	node  *fakeNode
+	nodes *fakeNodes
+
+	mu     sync.Mutex
+	crash  int           // the boundary to crash at; 0 is never
+	passed int           // boundaries passed
+	down   chan struct{} // closed at the crash
+	gone   chan struct{} // closed when the engine has ended: what waited for it dies too
+}
+
+func newWorld(t *testing.T) *world {
+	w := &world{t: t, store: memory.New(memory.Options{}), down: make(chan struct{}), gone: make(chan struct{})}
+	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
+	w.nodes = &fakeNodes{all: []placement.Node{{Name: "n1", Online: true, Allocatable: placement.Resources{CPUMillis: 100_000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40}}}}
+	t.Cleanup(func() {
+		if err := w.store.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return w
+}
+
+// term is one leadership.
+type term struct {
+	*operations.Engine
+	w     *world
+	queue *publish.Queue
+}
+
+func (w *world) lead() *term {
+	w.t.Helper()
+	ctx := context.Background()
+	lease, won, err := w.store.Lead(ctx, catalog.Claim{Holder: uid.New(), TTL: time.Hour})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if !won { // the holder before crashed: its lease ran out
+		if err := w.store.Release(ctx, lease.Holder, lease.Epoch); err != nil {
+			w.t.Fatal(err)
+		}
+		if lease, won, err = w.store.Lead(ctx, catalog.Claim{Holder: uid.New(), TTL: time.Hour}); err != nil || !won {
+			w.t.Fatal(won, err)
+		}
+	}
+	session, err := w.store.OpenSession(ctx, lease.Epoch, "n1", 0)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.node.mu.Lock()
+	w.node.epoch = session
+	w.node.mu.Unlock()
+	queue := publish.New(publish.Options{Store: w.store})
+	queue.Start()
+	e, err := operations.Start(ctx, operations.Config{Catalog: w.store, Queue: crashingQueue{queue, w}, Agents: crashingAgents{w.node, w}, Nodes: w.nodes,
+		Epoch: lease.Epoch, PlacementWait: 20 * time.Millisecond, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return &term{e, w, queue}
+}
+
+func (t *term) stop() {
+	t.Stop(errs.New(errs.NoLeader, "the term ended"))
+	t.queue.Close(context.Background())
+}
+
+// boundary is a place where the process may die: it then never gets past it.
+func (w *world) boundary(ctx context.Context) error {
+	w.mu.Lock()
+	w.passed++
+	hit := w.crash != 0 && w.passed == w.crash
+	w.mu.Unlock()
+	if !hit {
+		return nil
+	}
+	close(w.down)
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-w.gone:
+		return errCut
+	}
+}
+
+type crashingQueue struct {
+	*publish.Queue
+	w *world
+}
+
+func (q crashingQueue) Publish(ctx context.Context, build func(context.Context, catalog.Reader) (catalog.Commit, error)) (catalog.Result, error) {
+	if err := q.w.boundary(ctx); err != nil {
+		return catalog.Result{}, err
+	}
+	r, err := q.Queue.Publish(ctx, build)
+	if crash := q.w.boundary(ctx); crash != nil {
+		return catalog.Result{}, crash
+	}
+	return r, err
+}
+
+// fakeNodes is what placement sees.
+type fakeNodes struct{ all []placement.Node }
+
+func (n *fakeNodes) Nodes() []placement.Node { return slices.Clone(n.all) }
+func (n *fakeNodes) Cordon(name string, cordoned bool) {
+	for i := range n.all {
+		if n.all[i].Name == name {
+			n.all[i].Cordoned = cordoned
+		}
+	}
+}
+
+// fakeNode holds what a node holds, and answers a command id as it did before.
+type fakeNode struct {
+	name string
+
+	mu        sync.Mutex
+	epoch     fence.Epoch
+	sandboxes map[string]bool
+	snapshots map[string]bool
+	volumes   map[string]bool
+	answers   map[string]answer
+	calls     []string
+	fail      func(verb, uid string) error // a final answer of the node
+	away      func(verb string) error      // before anything is done
+	number    uint64
+	hold      chan struct{} // StartSandbox waits for it, or for the end of its call
+	secrets   map[string]string
+}
+
+type answer struct {
+	obs operations.Observation
+	err error
+}
+
+func (n *fakeNode) do(ctx context.Context, c operations.Command, verb, u string, effect func()) (answer, fence.Epoch, error) {
+	n.mu.Lock()
+	hold := n.hold
+	n.mu.Unlock()
+	if hold != nil && verb == "start" {
+		select {
+		case <-hold:
+		case <-ctx.Done():
+			return answer{}, 0, ctx.Err()
+		}
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.calls = append(n.calls, c.ID)
+	if n.away != nil {
+		if err := n.away(verb); err != nil {
+			return answer{}, n.epoch, err
+		}
+	}
+	if a, ok := n.answers[c.ID]; ok {
+		a.obs.Session = n.epoch
+		return a, n.epoch, a.err
+	}
+	var a answer
+	if n.fail != nil {
+		a.err = n.fail(verb, u)
+	}
+	if a.err == nil {
+		effect()
+	}
+	n.number++
+	a.obs = operations.Observation{UID: u, Tenant: c.Tenant, Phase: sandbox.Running, ImageDigest: "sha256:image", Number: n.number, Session: n.epoch}
+	n.answers[c.ID] = a
+	return a, n.epoch, a.err
+}
+
+func set(m map[string]bool, u string) func()   { return func() { m[u] = true } }
+func unset(m map[string]bool, u string) func() { return func() { delete(m, u) } }
+
+// crashingAgents is the node with boundaries around each call.
+type crashingAgents struct {
+	n *fakeNode
+	w *world
+}
+
+func (a crashingAgents) do(ctx context.Context, c operations.Command, verb, u string, effect func()) (answer, fence.Epoch, error) {
+	if err := a.w.boundary(ctx); err != nil {
+		return answer{}, 0, err
+	}
+	got, epoch, err := a.n.do(ctx, c, verb, u, effect)
+	if crash := a.w.boundary(ctx); crash != nil {
+		return answer{}, 0, crash
+	}
+	return got, epoch, err
+}
+
+func (a crashingAgents) StartSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox, secrets map[string]string) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "start", sb.UID, func() {
+		a.n.sandboxes[sb.UID] = true
+		a.n.secrets = secrets
+	})
+	return got.obs, err
+}
+
+func (a crashingAgents) RestoreSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "restore", sb.UID, func() {
+		if !a.n.snapshots[sb.SourceSnapshot] {
+			panic("a restore without its artefact")
+		}
+		for _, m := range sb.Spec.Volumes {
+			if !a.n.volumes[m.VolumeUID] {
+				panic("a restore without its volume")
+			}
+		}
+		a.n.sandboxes[sb.UID] = true
+	})
+	got.obs.RestoredFrom = sb.SourceSnapshot
+	return got.obs, err
+}
+
+func (a crashingAgents) DeleteSandbox(ctx context.Context, _ string, c operations.Command, u string) (fence.Epoch, error) {
+	_, e, err := a.do(ctx, c, "delete", u, unset(a.n.sandboxes, u))
+	return e, err
+}
+
+func (a crashingAgents) CheckpointSandbox(ctx context.Context, _ string, c operations.Command, u, snap string) (snapshot.Status, fence.Epoch, error) {
+	_, e, err := a.do(ctx, c, "checkpoint", snap, set(a.n.snapshots, snap))
+	return snapshot.Status{SizeBytes: 7, ImageDigest: "sha256:image", Freeze: 5 * time.Millisecond}, e, err
+}
+
+func (a crashingAgents) DeleteSnapshot(ctx context.Context, _ string, c operations.Command, u string) (fence.Epoch, error) {
+	_, e, err := a.do(ctx, c, "delete-snapshot", u, unset(a.n.snapshots, u))
+	return e, err
+}
+
+func (a crashingAgents) CreateVolume(ctx context.Context, _ string, c operations.Command, u string, _ int64, source, _ string) (int64, fence.Epoch, error) {
+	_, e, err := a.do(ctx, c, "volume", u, set(a.n.volumes, u))
+	return 1, e, err
+}
+
+func (a crashingAgents) DeleteVolume(ctx context.Context, _ string, c operations.Command, u string) (fence.Epoch, error) {
+	_, e, err := a.do(ctx, c, "delete-volume", u, unset(a.n.volumes, u))
+	return e, err
+}
+
+// agree checks that the records, the node and the ledger say the same.
+func (w *world) agree(t *term) {
+	w.t.Helper()
+	w.node.mu.Lock()
+	defer w.node.mu.Unlock()
+	var running []string
+	for _, c := range []struct {
+		kind    catalog.Kind
+		on      map[string]bool
+		present func(catalog.Record) bool
+	}{
+		{catalog.KindSandbox, w.node.sandboxes, func(r catalog.Record) bool { return r.Phase == string(sandbox.Running) }},
+		{catalog.KindSnapshot, w.node.snapshots, func(r catalog.Record) bool { return r.Phase == string(snapshot.Ready) }},
+		{catalog.KindVolume, w.node.volumes, func(r catalog.Record) bool { return r.Phase == "Ready" }},
+	} {
+		page, err := w.store.List(context.Background(), catalog.Query{Kind: c.kind, PageSize: catalog.MaxPage})
+		if err != nil {
+			w.t.Fatal(err)
+		}
+		var recorded []string
+		for _, r := range page.Records {
+			if c.present(r) {
+				recorded = append(recorded, r.UID)
+			} else if r.Phase != string(sandbox.Failed) || len(r.Refs) > 0 || r.Name != "" {
+				w.t.Errorf("%s is left in phase %s with name %q and refs %v", r.Key, r.Phase, r.Name, r.Refs)
+			}
+		}
+		slices.Sort(recorded)
+		if there := slices.Sorted(maps.Keys(c.on)); !slices.Equal(recorded, there) {
+			w.t.Errorf("%s: recorded %v, on the node %v", c.kind, recorded, there)
+		}
+		if c.kind == catalog.KindSandbox {
+			running = recorded
+		}
+	}
+	if got := t.PlacedUIDs("n1"); !slices.Equal(got, running) {
+		w.t.Errorf("the ledger has %v, running are %v", got, running)
+	}
+}
+
+func spec(volumes ...string) sandbox.Spec {
+	s := sandbox.Spec{Image: "registry.test/base:1"}
+	for i, v := range volumes {
+		s.Volumes = append(s.Volumes, sandbox.VolumeMount{VolumeUID: v, Path: fmt.Sprintf("/data%d", i)})
+	}
+	return s
+}
+
+func call(id string) operations.Call { return operations.Call{Tenant: tenant, OperationID: id} }
+
+func must[T any](v T, err error) func(*testing.T) T {
+	return func(t *testing.T) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+var errCut = errors.New("the connection was cut")
