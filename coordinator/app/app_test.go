@@ -523,3 +523,13 @@ func TestREST(t *testing.T) {
 		t.Fatalf("%d %v", code, body)
 	}
 }
+
+// startStandby starts a second coordinator on the same catalog.
+func startStandby(t *testing.T, r *rig, cfg app.Config) *app.App {
+	t.Helper()
+	b, err := app.Start(context.Background(), cfg, app.WithStore(r.store), app.WithLog(io.Discard))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b // the rig stops it
+}
