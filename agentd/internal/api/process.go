@@ -80,8 +80,9 @@ func checkSpec(id string, p *dormousev1.ProcessSpec) error {
 	return nil
 }
 
-// start starts a process with the sandbox's defaults where the caller says nothing.
-func (s *Processes) start(ctx context.Context, sandboxUID, id string, p *dormousev1.ProcessSpec) (*guest.Conn, guest.Process, error) {
+// start starts a process with the sandbox's defaults where the caller says nothing. With hold its
+// output waits for its first reader, which the caller is about to be.
+func (s *Processes) start(ctx context.Context, sandboxUID, id string, p *dormousev1.ProcessSpec, hold bool) (*guest.Conn, guest.Process, error) {
 	if err := first(checkUID("sandbox_uid", sandboxUID), checkSpec(id, p)); err != nil {
 		return nil, guest.Process{}, err
 	}
@@ -98,7 +99,7 @@ func (s *Processes) start(ctx context.Context, sandboxUID, id string, p *dormous
 	}
 	req := guest.StartRequest{
 		ID: id, Args: p.GetArgv(), Env: runner.MergeEnv(d.Env, p.GetEnv()), User: d.User, Dir: d.Dir,
-		Stdin: p.GetStdin(), Timeout: p.GetTimeout().AsDuration(), Tags: p.GetTags(),
+		Stdin: p.GetStdin(), Timeout: p.GetTimeout().AsDuration(), Tags: p.GetTags(), HoldOutput: hold,
 	}
 	if p.GetUser() != "" {
 		req.User = p.GetUser()
@@ -160,7 +161,7 @@ func (s *Processes) ended(sandboxUID, processID string, failure error) (runner.F
 
 // StartProcess implements ProcessService.
 func (s *Processes) StartProcess(ctx context.Context, req *dormousev1.StartProcessRequest) (*dormousev1.StartProcessResponse, error) {
-	_, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec())
+	_, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec(), false)
 	if err != nil {
 		return nil, err
 	}
@@ -288,7 +289,9 @@ type reader struct {
 	s          *Processes
 	sandboxUID string
 	processID  string
-	emit       func(*dormousev1.OutputChunk) error
+	// hold makes the process wait for this reader, as it would for a terminal.
+	hold bool
+	emit func(*dormousev1.OutputChunk) error
 
 	mu      sync.Mutex
 	offsets map[guest.Output]uint64
@@ -312,7 +315,7 @@ func (r *reader) copy(ctx context.Context, conn *guest.Conn, which guest.Output,
 	r.mu.Lock()
 	from := r.offsets[which]
 	r.mu.Unlock()
-	stream, err := conn.Output(ctx, guest.OutputRequest{Process: r.processID, Output: which, From: from, Follow: follow})
+	stream, err := conn.Output(ctx, guest.OutputRequest{Process: r.processID, Output: which, From: from, Follow: follow, Hold: r.hold})
 	if err != nil {
 		return err
 	}
@@ -411,17 +414,17 @@ func (s *Processes) ReadOutput(req *dormousev1.ReadOutputRequest, stream grpc.Se
 	return stream.Send(&dormousev1.ReadOutputResponse{Event: &dormousev1.ReadOutputResponse_Exit{Exit: exit}})
 }
 
-// RunProcess implements ProcessService.
+// RunProcess implements ProcessService. Its output has no gap while the caller gets on.
 func (s *Processes) RunProcess(req *dormousev1.RunProcessRequest, stream grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
 	ctx := stream.Context()
-	conn, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec())
+	conn, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec(), true)
 	if err != nil {
 		return err
 	}
 	if err := stream.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Started{Started: ProcessToProto(p)}}); err != nil {
 		return err
 	}
-	r := &reader{s: s, sandboxUID: req.GetSandboxUid(), processID: p.ID, offsets: map[guest.Output]uint64{},
+	r := &reader{s: s, sandboxUID: req.GetSandboxUid(), processID: p.ID, hold: true, offsets: map[guest.Output]uint64{},
 		emit: func(c *dormousev1.OutputChunk) error {
 			return stream.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Output{Output: c}})
 		}}
