@@ -148,6 +148,8 @@ func (a *App) openRuntime(context.Context) error {
 	if a.groups, err = cgroup.Open(cgroup.Options{Parent: a.cfg.Cgroup}); err != nil {
 		return err
 	}
+	// The groups' parent goes with the last sandbox; while there are any it stays.
+	a.onClose(func() error { _ = a.groups.RemoveParent(); return nil })
 	driver, err := runsc.New(runsc.Options{Root: a.dir("runsc"), Launcher: launch, Cgroups: a.groups, Log: a.log})
 	if err != nil {
 		return err
@@ -193,7 +195,7 @@ func (a *App) openStores(ctx context.Context) error {
 		a.log.ErrorContext(ctx, "a volume's own record is damaged; it is left alone", "volume", id)
 	}
 	a.volumes = &volumeParts{store: vols, state: a.state}
-	a.snapshots, err = checkpoint.OpenStore(checkpoint.StoreOptions{Root: a.dir("snapshots"), Require: required, Reserve: int64(a.cfg.Reserve.Disk)})
+	a.snapshots, err = checkpoint.OpenStore(checkpoint.StoreOptions{Root: a.dir("snapshots"), Require: required, Reserve: int64(a.cfg.Reserve.Disk), Direct: a.cfg.Snapshot.Direct})
 	if err != nil {
 		return err
 	}
@@ -212,7 +214,7 @@ func (a *App) openRunner(context.Context) error {
 		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
-		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Log: a.log, Measure: a.stepTimes(), Fault: faults(a.cfg.StateDir),
+		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Log: a.log, Measure: a.stepTimes(), Fault: faults(a.cfg.StateDir),
 	})
 	if err != nil {
 		return err

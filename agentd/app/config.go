@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"strings"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
@@ -86,6 +87,7 @@ type LimitsConfig struct {
 	CPUMillis int64        `yaml:"cpu_millis" usage:"thousandths of a core to offer; 0: what the machine has"`
 	Memory    config.Bytes `yaml:"memory" usage:"memory to offer; 0: what the machine has"`
 	Commands  int          `yaml:"commands" usage:"how many finished commands are remembered"`
+	Starts    int          `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: one more than there are cores"`
 	Networks  int          `yaml:"networks" usage:"how many network namespaces are kept ready"`
 }
 
@@ -133,6 +135,9 @@ func (c *Config) check() error {
 	}
 	if c.Cgroup == "" {
 		c.Cgroup = "/dormouse/" + c.Node
+	}
+	if c.Limits.Starts == 0 {
+		c.Limits.Starts = runtime.NumCPU() + 1
 	}
 	if c.Coordinator == "" {
 		return fmt.Errorf("coordinator: name its address")

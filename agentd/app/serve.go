@@ -24,7 +24,7 @@ import (
 )
 
 // drainTime bounds how long calls that are being answered are waited for when agentd stops.
-const drainTime = 10 * time.Second
+const drainTime = 5 * time.Second
 
 // maxMessage bounds what a peer may send in one message.
 const maxMessage = 8 << 20

@@ -269,6 +269,31 @@ func TestDamagedArtefactsAreRefused(t *testing.T) {
 	wantReason(t, second(newStore(t).Load("../../etc")), errs.InvalidField)
 }
 
+// TestReadDirect: large and not cached is read past the page cache.
+func TestReadDirect(t *testing.T) {
+	s := newStore(t)
+	s.opts.Direct = true
+	m := manifest()
+	must(t, os.Mkdir(s.dir(m.UID), 0o700))
+	path := filepath.Join(s.dir(m.UID), "pages.img")
+	must(t, os.WriteFile(path, make([]byte, directFrom), 0o600))
+	m.SizeBytes, m.Files = directFrom, []snapshot.File{{Name: "checkpoint.img", SizeBytes: 1}, {Name: "pages.img", SizeBytes: directFrom}}
+	if s.ReadDirect(m) {
+		t.Error("a cached artefact is read past the cache")
+	}
+	f, err := os.Open(path)
+	must(t, err)
+	defer f.Close()
+	must(t, f.Sync())
+	must(t, unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
+	if !s.ReadDirect(m) {
+		t.Error("an artefact that is not cached is read through the cache")
+	}
+	if m.SizeBytes--; s.ReadDirect(m) {
+		t.Error("a small artefact is read past the cache")
+	}
+}
+
 func TestSweepRemovesWhatACrashLeft(t *testing.T) {
 	s, m := newStore(t), manifest()
 	must(t, NewCapturer(s, 1, false).Capture(context.Background(), newBox().subject(), m, 0))

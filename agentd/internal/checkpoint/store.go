@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"io/fs"
@@ -34,6 +35,8 @@ type StoreOptions struct {
 	Require []string
 	// Reserve is how much of the disk captures leave free.
 	Reserve int64
+	// Direct: large files may be read past the page cache.
+	Direct bool
 }
 
 // Store owns the folders. Safe for concurrent use; one uid is handled by one caller at a time.
@@ -243,6 +246,32 @@ func (s *Store) Load(id string) (*Manifest, error) {
 		}
 	}
 	return &m, nil
+}
+
+// directFrom is the size from which reading past the page cache is worth it.
+const directFrom = 64 << 20
+
+// ReadDirect tells how a restore should read the artefact: past the page cache if it is large and not in
+// it. Memory that was written directly is not, until somebody has read it.
+func (s *Store) ReadDirect(m *Manifest) bool {
+	if !s.opts.Direct || m.SizeBytes < directFrom {
+		return false
+	}
+	largest := slices.MaxFunc(m.Files, func(a, b snapshot.File) int { return cmp.Compare(a.SizeBytes, b.SizeBytes) })
+	f, err := os.Open(filepath.Join(s.dir(m.UID), largest.Name))
+	if err != nil {
+		return false // the restore says why
+	}
+	defer f.Close()
+	const samples = 8
+	cached := 0
+	page := make([]byte, 1)
+	for i := range int64(samples) {
+		if n, err := unix.Preadv2(int(f.Fd()), [][]byte{page}, largest.SizeBytes*i/samples, unix.RWF_NOWAIT); err == nil && n == 1 {
+			cached++
+		}
+	}
+	return cached < samples/2
 }
 
 // limited is io.LimitReader that stays readable as what it is.

@@ -163,12 +163,18 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 		ID: o.uid, Dir: o.n.Dir(o.uid), Spec: b.spec, Bundle: b.bundle.Bundle, Flags: o.rec.Flags,
 		Stdio: o.n.stdio(o.uid), Cgroup: o.n.Groups.Path(o.uid),
 	}
+	select {
+	case o.n.slots <- struct{}{}:
+		defer func() { <-o.n.slots }()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	var handle runtime.Handle
 	var err error
 	if b.from == nil {
 		handle, err = o.n.Driver.Start(ctx, cfg)
 	} else {
-		handle, err = o.n.Driver.Restore(ctx, cfg, runtime.Image{Dir: b.fromDir})
+		handle, err = o.n.Driver.Restore(ctx, cfg, runtime.Image{Dir: b.fromDir, Direct: o.n.Snapshots.ReadDirect(b.from)})
 	}
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
 // Bounds of what goes on although a caller's context ended, or that has no caller.
@@ -46,6 +47,9 @@ type Options struct {
 	Root string
 	// Flags are the driver's, for new sandboxes.
 	Flags []string
+	// Width is how many sandboxes are started or restored at a time; 0 is one. More than there are cores makes
+	// each slower and none earlier.
+	Width int
 
 	Log *slog.Logger
 	Now func() time.Time
@@ -70,6 +74,8 @@ type Node struct {
 	inUse map[string]int
 
 	changed chan struct{}
+	// slots bounds how many runtimes are being started.
+	slots chan struct{}
 }
 
 var errClosing = errs.New(errs.ShuttingDown, "agentd is stopping; ask again with the same command id once it has started")
@@ -88,7 +94,7 @@ func New(opts Options) (*Node, error) {
 	if err := os.Chmod(opts.Root, 0o700); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
-	n := &Node{Options: opts, owners: make(map[string]*owner), changed: make(chan struct{}, 1)}
+	n := &Node{Options: opts, owners: make(map[string]*owner), changed: make(chan struct{}, 1), slots: make(chan struct{}, max(opts.Width, 1))}
 	n.ctx, n.cancel = context.WithCancelCause(context.Background())
 	return n, nil
 }
@@ -148,7 +154,14 @@ func (n *Node) do(ctx context.Context, uid string, yields bool, fn func(ctx cont
 	case <-t.done:
 		return t.err
 	case <-o.dead:
-		return n.ownerEnded(uid)
+		// It may have done the task and then ended, having nothing left to own.
+		select {
+		case <-t.done:
+			return t.err
+		default:
+			t.cancel()
+			return n.ownerEnded(uid)
+		}
 	case <-ctx.Done():
 		return errs.From(ctx.Err())
 	}
@@ -234,7 +247,7 @@ func (n *Node) Guest(uid string) (Guest, error) {
 	if err != nil {
 		return nil, err
 	}
-	if rec.Phase != "Running" {
+	if rec.Phase != sandbox.Running {
 		return nil, wrongPhase(rec, "it has no processes to ask for")
 	}
 	return nil, errs.New(errs.GuestSilent, "guest init of sandbox %s does not answer; ask again later", uid).With("uid", uid)

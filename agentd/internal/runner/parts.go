@@ -165,6 +165,8 @@ type Guest interface {
 	Quiesce(ctx context.Context) error
 	Drain(ctx context.Context) error
 	Resume(ctx context.Context) error
+	// Done is closed when the channel has ended, by Close or because it broke.
+	Done() <-chan struct{}
 	// Close lets go; the guest goes on.
 	Close() error
 }

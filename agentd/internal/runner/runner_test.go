@@ -10,6 +10,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
@@ -382,6 +383,45 @@ func TestCloseEndsNoSandbox(t *testing.T) {
 		t.Fatal("the sandbox ended with agentd")
 	}
 	wantReason(t, a.Delete(ctx(t), req.UID), errs.ShuttingDown)
+}
+
+func TestABrokenChannelIsOpenedAgain(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	must(t, second(a.Start(ctx(t), req)))
+	was, err := a.Guest(req.UID)
+	must(t, err)
+	must(t, was.Close())
+	eventually(t, "a new channel", func() bool { now, err := a.Guest(req.UID); return err == nil && now != was })
+	// The watch on the command goes on over the new one.
+	in := a.w.guests[req.UID]
+	in.end = MainExit{Code: 0}
+	close(in.exit)
+	eventually(t, "its end is seen", func() bool { rec, err := a.store.Sandbox(req.UID); return err == nil && rec.Phase == sandbox.Stopped })
+}
+
+func TestOnlyAFewAreStartedAtATime(t *testing.T) {
+	a := newWorld(t).boot() // Width is one
+	entered, release := make(chan struct{}, 2), make(chan struct{})
+	a.w.host.SetHook(func(ctx context.Context, op fake.Op, _ string) error {
+		if op == fake.OpStart {
+			entered <- struct{}{}
+			<-release
+		}
+		return nil
+	})
+	first := make(chan error, 1)
+	go func() { first <- second(a.Start(ctx(t), startRequest())) }()
+	<-entered
+	waiting := startRequest()
+	call, cancel := context.WithDeadline(ctx(t), time.Now())
+	defer cancel()
+	if err := second(a.Start(call, waiting)); err == nil || len(entered) != 0 {
+		t.Fatalf("a second was started beside the first: %v", err)
+	}
+	close(release)
+	must(t, <-first)
+	eventually(t, "the one that had no time is gone", func() bool { _, err := a.store.Sandbox(waiting.UID); return errs.Has(err, errs.ObjectNotFound) })
 }
 
 func TestCommandsRunOnce(t *testing.T) {

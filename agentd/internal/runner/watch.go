@@ -17,14 +17,15 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
-// event is what a watcher saw: one of the two.
+// event is what a watcher saw: one of the three.
 type event struct {
-	exit *runtime.Exit
-	main *MainExit
+	exit   *runtime.Exit
+	main   *MainExit
+	broken Guest
 }
 
-// watch starts the two watchers of a running sandbox: one waits for the runtime's end, one for the main
-// command's. The owner owns both and ends them with unwatch.
+// watch starts the watchers of a running sandbox: they wait for the runtime's end, the main command's, and
+// the channel's. The owner owns them and ends them with unwatch.
 func (o *owner) watch() {
 	o.unwatch()
 	ctx, cancel := context.WithCancel(o.ctx)
@@ -34,7 +35,20 @@ func (o *owner) watch() {
 		defer o.watchers.Done()
 		o.watchRuntime(ctx)
 	}()
-	if g := o.openGuest(); g != nil && o.rec.HasMain {
+	g := o.openGuest()
+	if g == nil {
+		return
+	}
+	o.watchers.Add(1)
+	go func() {
+		defer o.watchers.Done()
+		select {
+		case <-g.Done():
+			o.send(ctx, event{broken: g})
+		case <-ctx.Done():
+		}
+	}()
+	if o.rec.HasMain {
 		o.watchers.Add(1)
 		go func() {
 			defer o.watchers.Done()
@@ -105,8 +119,15 @@ func (o *owner) handle(e event) error {
 	if !o.exists || o.rec.Intent != nodestate.IntentKeep || o.rec.Phase != sandbox.Running {
 		return nil
 	}
-	if e.main != nil {
+	switch {
+	case e.main != nil:
 		return o.mainEnded(*e.main)
+	case e.broken != nil:
+		if e.broken == o.openGuest() {
+			o.log.Warn("the guest channel broke; it is opened again")
+			o.again(o.reopen)
+		}
+		return nil
 	}
 	o.closeGuest()
 	reason, message := endReason(*e.exit)

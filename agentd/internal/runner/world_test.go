@@ -412,6 +412,8 @@ func (c *channel) Resume(context.Context) error {
 	return nil
 }
 
+func (c *channel) Done() <-chan struct{} { return c.closed }
+
 func (c *channel) Close() error {
 	c.once.Do(func() { close(c.closed) })
 	return nil
