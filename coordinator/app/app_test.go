@@ -516,6 +516,14 @@ func TestREST(t *testing.T) {
 			t.Errorf("%s: %d %v", name, code, body)
 		}
 	}
+	cert := &http.Client{Transport: &http.Transport{TLSClientConfig: r.pki.source(t, pki.Identity{Role: pki.RoleClient, Name: "ci", Tenant: "acme"}).Client(pki.RoleCoordinator, "")}}
+	defer cert.CloseIdleConnections()
+	other := client
+	client = cert
+	if code, body, _ := do("GET", "/v1/sandboxes", "", ""); code != 200 || len(body["sandboxes"].([]any)) != 1 {
+		t.Fatalf("with a certificate: %d %v", code, body)
+	}
+	client = other
 	if code, body, _ := do("GET", "/openapi.json", "", ""); code != 200 || body["swagger"] == nil {
 		t.Fatalf("%d %v", code, body)
 	}

@@ -40,7 +40,7 @@ func (e *Engine) CreateSandbox(ctx context.Context, c Call, req CreateSandbox) (
 		sb := e.newSandbox(op, req.Name, req.Labels, spec, held)
 		op.Plan.Copies = []Copy{{SandboxUID: sb.UID}}
 		var p puts
-		p.add(sb.Put())
+		p.add(fits(sb.Put()))
 		return writes{puts: p.all}, p.err
 	})
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
+	"github.com/dormouse-run/dormouse/pkg/uid"
 	"github.com/dormouse-run/dormouse/pkg/volume"
 )
 
@@ -302,7 +303,8 @@ func (e *Engine) volumeAbsent(ctx context.Context, t *task, u string, fin ender)
 
 // DropOrphan has a node remove what it still holds although its record was deleted for certain.
 func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (session fence.Epoch, err error) {
-	c := Command{ID: "orphan/" + string(key.Kind) + ":" + key.UID, Tenant: key.Tenant}
+	// A new id each time: the answer to an earlier removal says nothing of what is there now.
+	c := Command{ID: "orphan/" + uid.New(), Tenant: key.Tenant}
 	switch key.Kind {
 	case catalog.KindSandbox:
 		return e.cfg.Agents.DeleteSandbox(ctx, node, c, key.UID)

@@ -2,6 +2,7 @@ package operations
 
 import (
 	"context"
+	"strconv"
 	"strings"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
@@ -126,6 +127,18 @@ func oneNode(nodes map[string]bool) error {
 		names = append(names, n)
 	}
 	return errs.New(errs.IncompatibleNode, "the volumes are on different nodes (%s); a sandbox can only use those of one", strings.Join(names, ", "))
+}
+
+// maxObject bounds what a request may put into one record: what is observed later needs room too.
+const maxObject = catalog.MaxBody - 64<<10
+
+// fits refuses a first record that leaves no room to grow.
+func fits(p catalog.Put, err error) (catalog.Put, error) {
+	if n := len(p.Record.Body); err == nil && n > maxObject {
+		err = errs.New(errs.LimitExceeded, "the request makes a record of %d bytes, the limit is %d; use a shorter command and environment", n, maxObject).
+			With("field", "spec").With("limit", strconv.Itoa(maxObject)).With("got", strconv.Itoa(n))
+	}
+	return p, err
 }
 
 // puts collects writes and their first error.

@@ -331,16 +331,48 @@ func TestLostReplyOfANodeIsAskedAgain(t *testing.T) {
 
 func TestSweepForgetsOnlyWhatExpired(t *testing.T) {
 	w := newWorld(t)
+	later := time.Duration(0)
+	w.now = func() time.Time { return time.Now().Add(later) }
 	e := w.lead()
 	defer e.stop()
+	ctx := context.Background()
 	u := madeSandbox(t, e)
-	if err := e.Sweep(context.Background()); err != nil {
-		t.Fatal(err)
+	count := func(kind catalog.Kind) int {
+		return len(must(w.store.List(ctx, catalog.Query{Kind: kind}))(t).Records)
 	}
-	page := must(w.store.List(context.Background(), catalog.Query{Kind: catalog.KindOperation}))(t)
-	events := must(w.store.List(context.Background(), catalog.Query{Kind: catalog.KindEvent}))(t)
-	if len(page.Records) != 1 || len(events.Records) == 0 {
-		t.Fatalf("%d operations, %d events", len(page.Records), len(events.Records))
+	for _, step := range []struct {
+		later              time.Duration
+		operations, events bool
+	}{{0, true, true}, {2 * time.Hour, true, false}, {27 * time.Hour, false, false}} {
+		later = step.later
+		if err := e.Sweep(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if got := count(catalog.KindOperation) > 0; got != step.operations {
+			t.Fatalf("after %s: operations are kept: %v", step.later, got)
+		}
+		if got := count(catalog.KindEvent) > 0; got != step.events {
+			t.Fatalf("after %s: events are kept: %v", step.later, got)
+		}
 	}
-	must(w.store.Get(context.Background(), records.SandboxKey(tenant, u)))(t)
+	must(w.store.Get(ctx, records.SandboxKey(tenant, u)))(t)
+}
+
+func TestTooLargeToGrowIsRefusedAtTheDoor(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	s := spec()
+	s.Env = map[string]string{"BIG": strings.Repeat("x", 200<<10)}
+	_, err := e.CreateSandbox(context.Background(), call(""), operations.CreateSandbox{Spec: s})
+	wantReason(t, err, errs.LimitExceeded)
+	s.Env["BIG"] = strings.Repeat("x", 180<<10)
+	c := call(uid.New())
+	for range 2 { // its result is too large to keep, and is read from the record
+		op := must(e.CreateSandbox(context.Background(), c, operations.CreateSandbox{Spec: s}))(t)
+		if made := must(e.Copies(context.Background(), op))(t); len(made) != 1 {
+			t.Fatalf("made %v", made)
+		}
+	}
+	w.agree(e)
 }

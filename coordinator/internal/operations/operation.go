@@ -117,17 +117,16 @@ func digest(kind Kind, request any) (string, json.RawMessage, error) {
 	return "sha256:" + hex.EncodeToString(h.Sum(nil)), body, nil
 }
 
-// maxResultBody is how much of a record may be the result; above it only uids are kept, and the
+// maxBody is how large a record may become by its result; above it only uids are kept, and the
 // objects are read when they are asked for.
-const maxResultBody = 128 << 10
+const maxBody = catalog.MaxBody - 16<<10
 
 func (o *Operation) put() (catalog.Put, error) {
-	if o.Result != nil {
-		if b, err := json.Marshal(o.Result); err != nil || len(b) > maxResultBody {
-			o.Result = nil
-		}
-	}
 	body, err := records.Encode(o)
+	if err == nil && o.Result != nil && len(body) > maxBody {
+		o.Result = nil
+		body, err = records.Encode(o)
+	}
 	if err != nil {
 		return catalog.Put{}, err
 	}

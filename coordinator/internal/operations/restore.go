@@ -182,7 +182,7 @@ func (e *Engine) planCopies(ctx context.Context, r catalog.Reader, op *Operation
 		sb.SourceSnapshot, sb.Status.RestoredFrom = snap.UID, snap.UID
 		cp.SandboxUID = sb.UID
 		op.Plan.Copies = append(op.Plan.Copies, cp)
-		p.add(sb.Put())
+		p.add(fits(sb.Put()))
 	}
 	return writes{puts: p.all}, p.err
 }

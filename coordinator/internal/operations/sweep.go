@@ -2,6 +2,7 @@ package operations
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
@@ -15,6 +16,10 @@ const (
 	MaxEvents = 20_000
 	// sweepBatch bounds how many records one commit removes.
 	sweepBatch = 200
+	// maxSweep bounds what one pass removes of a kind.
+	maxSweep = 20_000
+	// trimEvery is how many passes go by between two counts of all events.
+	trimEvery = 10
 )
 
 // sweep forgets what has expired: events, ended operations, tombstones. It removes a bounded number
@@ -22,13 +27,17 @@ const (
 func (e *Engine) sweep() {
 	timer := time.NewTicker(sweepEvery)
 	defer timer.Stop()
-	for {
+	for pass := 1; ; pass++ {
 		select {
 		case <-e.ctx.Done():
 			return
 		case <-timer.C:
 		}
-		if err := e.Sweep(e.ctx); err != nil && e.ctx.Err() == nil {
+		err := e.Sweep(e.ctx)
+		if err == nil && pass%trimEvery == 0 {
+			err = e.trimEvents(e.ctx)
+		}
+		if err != nil && e.ctx.Err() == nil {
 			e.log.Warn("expired records were not all removed", "error", err)
 		}
 	}
@@ -46,29 +55,56 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	return err
 }
 
-func (e *Engine) sweepEvents(ctx context.Context) error {
-	var all, old []catalog.Record
-	err := e.each(ctx, catalog.Query{Kind: catalog.KindEvent}, func(r catalog.Record) error {
-		r.Body = nil
-		if e.now().Sub(r.Created) > e.cfg.EventLife {
-			old = append(old, r)
-		} else {
-			all = append(all, r)
+// errEnough ends a walk early: uids are in order of time, so that what expired comes first.
+var errEnough = errors.New("the rest is younger")
+
+// expired lists the records of a query that were made before the life began.
+func (e *Engine) expired(ctx context.Context, q catalog.Query, life time.Duration) ([]catalog.Record, error) {
+	var old []catalog.Record
+	err := e.each(ctx, q, func(r catalog.Record) error {
+		if e.now().Sub(r.Created) <= life || len(old) >= maxSweep {
+			return errEnough
 		}
+		r.Body = nil
+		old = append(old, r)
 		return nil
 	})
+	if errors.Is(err, errEnough) {
+		err = nil
+	}
+	return old, err
+}
+
+func (e *Engine) sweepEvents(ctx context.Context) error {
+	old, err := e.expired(ctx, catalog.Query{Kind: catalog.KindEvent}, e.cfg.EventLife)
 	if err != nil {
 		return err
-	}
-	if n := len(all) - MaxEvents; n > 0 {
-		old = append(old, all[:n]...)
 	}
 	return e.remove(ctx, old)
 }
 
+// trimEvents removes the oldest events above MaxEvents.
+func (e *Engine) trimEvents(ctx context.Context) error {
+	var all []catalog.Record
+	err := e.each(ctx, catalog.Query{Kind: catalog.KindEvent}, func(r catalog.Record) error {
+		r.Body = nil
+		all = append(all, r)
+		return nil
+	})
+	if err != nil || len(all) <= MaxEvents {
+		return err
+	}
+	return e.remove(ctx, all[:len(all)-MaxEvents])
+}
+
+// sweepOperations forgets operations that ended long ago. One that took very long is kept by its
+// receipt's life from its end on.
 func (e *Engine) sweepOperations(ctx context.Context) error {
 	var old []catalog.Record
 	err := e.each(ctx, catalog.Query{Kind: catalog.KindOperation, Phases: []string{string(Succeeded), string(Failed)}}, func(r catalog.Record) error {
+		if e.now().Sub(r.Created) <= e.cfg.OperationLife || len(old) >= maxSweep {
+			return errEnough
+		}
 		op, err := OperationOf(r)
 		if err == nil && e.now().Sub(op.Done) > e.cfg.OperationLife {
 			r.Body = nil
@@ -76,7 +112,7 @@ func (e *Engine) sweepOperations(ctx context.Context) error {
 		}
 		return err
 	})
-	if err != nil {
+	if err != nil && !errors.Is(err, errEnough) {
 		return err
 	}
 	return e.remove(ctx, old)

@@ -162,7 +162,11 @@ func (e *Engine) volumeOnNode(ctx context.Context, t *task, v *records.Volume, f
 	}
 	var usage int64
 	var session fence.Epoch
-	err := e.call(ctx, t, v.Status.Node, "volume:"+v.UID, func(ctx context.Context, c Command) (err error) {
+	step := "volume:" + v.UID
+	if freeze != "" { // a part of the command, and it may change between two attempts
+		step += "@" + freeze
+	}
+	err := e.call(ctx, t, v.Status.Node, step, func(ctx context.Context, c Command) (err error) {
 		usage, session, err = e.cfg.Agents.CreateVolume(ctx, v.Status.Node, c, v.UID, v.Spec.SizeLimitBytes, v.Spec.SourceVolumeUID, freeze)
 		return err
 	})

@@ -37,6 +37,7 @@ type world struct {
 	nodes *fakeNodes
 
 	mu     sync.Mutex
+	now    func() time.Time
 	crash  int           // the boundary to crash at; 0 is never
 	passed int           // boundaries passed
 	down   chan struct{} // closed at the crash
@@ -87,7 +88,7 @@ func (w *world) lead() *term {
 	queue := publish.New(publish.Options{Store: w.store})
 	queue.Start()
 	e, err := operations.Start(ctx, operations.Config{Catalog: w.store, Queue: crashingQueue{queue, w}, Agents: crashingAgents{w.node, w}, Nodes: w.nodes,
-		Epoch: lease.Epoch, PlacementWait: 20 * time.Millisecond, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond})
+		Epoch: lease.Epoch, PlacementWait: 20 * time.Millisecond, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond, Now: w.now})
 	if err != nil {
 		w.t.Fatal(err)
 	}
