@@ -387,3 +387,36 @@ func (w *world) nodesOnline() {
 		return nil
 	})
 }
+
+// sub is the world for a subtest: the same tenant, the subtest's own failures.
+func (w *world) sub(t *testing.T) *world {
+	s := *w
+	s.T = t
+	return &s
+}
+
+// holdNothing checks that besides some sandboxes there are only records of ones that failed, which are on
+// no node and have no name, and that no volume is attached to any of these.
+func (w *world) holdNothing(but ...*client.Sandbox) {
+	w.Helper()
+	known := map[string]bool{}
+	for _, s := range but {
+		known[s.UID] = true
+	}
+	all, err := client.Collect(w.api.ListSandboxes(w.ctx, &dormousev1.ListSandboxesRequest{}))
+	w.ok(err)
+	for _, s := range all {
+		if !known[s.GetMeta().GetUid()] && (s.GetStatus().GetPhase() != dormousev1.SandboxPhase_SANDBOX_PHASE_FAILED || s.GetStatus().GetNode() != "") {
+			w.Errorf("a refused call left %v", s)
+		}
+	}
+	volumes, err := client.Collect(w.api.ListVolumes(w.ctx, &dormousev1.ListVolumesRequest{}))
+	w.ok(err)
+	for _, v := range volumes {
+		for _, a := range v.GetStatus().GetAttachments() {
+			if !known[a.GetSandboxUid()] {
+				w.Errorf("a refused call left volume %s attached to %s", v.GetMeta().GetUid(), a.GetSandboxUid())
+			}
+		}
+	}
+}
