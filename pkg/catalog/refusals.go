@@ -3,6 +3,7 @@ package catalog
 import (
 	"fmt"
 	"strconv"
+	"strings"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
@@ -16,9 +17,23 @@ func Refusal(reason errs.Reason, details ...string) *errs.Error {
 	}
 	e := errs.New(reason, "%s", refusalText(reason, d))
 	for k, v := range d {
+		if k == "holder" || k == "references" {
+			v = uids(v) // callers look these up
+		}
 		e = e.With(k, v)
 	}
 	return e
+}
+
+// uids takes the kinds off a list of "kind/uid".
+func uids(list string) string {
+	names := strings.Split(list, ",")
+	for i, n := range names {
+		if _, u, ok := strings.Cut(n, "/"); ok {
+			names[i] = u
+		}
+	}
+	return strings.Join(names, ",")
 }
 
 func refusalText(reason errs.Reason, d map[string]string) string {
@@ -46,7 +61,7 @@ func refusalText(reason errs.Reason, d map[string]string) string {
 	case errs.NameTaken:
 		return fmt.Sprintf("the name %q belongs to %s; choose another or delete that one", d["name"], d["uid"])
 	case errs.AlreadyAttached:
-		return fmt.Sprintf("%s is attached to %s; detach it there first", d["volume"], d["holder"])
+		return fmt.Sprintf("volume %s is attached to %s; delete that first, or use a clone of the volume", d["volume"], d["holder"])
 	case errs.StillReferenced:
 		return fmt.Sprintf("%s is referred to by %s records (%s); delete those first", d["uid"], d["count"], d["references"])
 	case errs.WrongPhase:

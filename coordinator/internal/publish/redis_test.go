@@ -275,7 +275,7 @@ func TestC26C27_ReferencesAndUIDsSurviveASIGKILL(t *testing.T) {
 	remove := operation(owner, "delete")
 	remove.Deletes = []catalog.Delete{{Key: catalogtest.Volume("v-1"), ExpectRevision: 1, Tombstone: true}}
 	_, err := q.Publish(t.Context(), fixed(remove))
-	if e := errs.From(err); e.Reason != errs.StillReferenced || e.Details["references"] != "snapshot/p" || e.Details["count"] != "1" {
+	if e := errs.From(err); e.Reason != errs.StillReferenced || e.Details["references"] != "p" || e.Details["count"] != "1" {
 		t.Fatalf("delete of a referenced volume: %v", err)
 	}
 	free := operation(owner, "free")

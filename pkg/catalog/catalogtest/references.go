@@ -62,7 +62,7 @@ func testReferenced(t *testing.T, f *Fixture) {
 	e := f.Refused(errs.StillReferenced, remove)
 	Details(t, e, map[string]string{
 		"uid": "v", "count": "12",
-		"references": "snapshot/p-0000,snapshot/p-0001,snapshot/p-0002,snapshot/p-0003,snapshot/p-0004,snapshot/p-0005,snapshot/p-0006,snapshot/p-0007,snapshot/p-0008,snapshot/p-0009",
+		"references": "p-0000,p-0001,p-0002,p-0003,p-0004,p-0005,p-0006,p-0007,p-0008,p-0009",
 	})
 	f.Refused(errs.StillReferenced, catalog.Commit{Checks: []catalog.Check{catalog.Unreferenced(Volume("v"))}})
 	f.Read(Volume("v"))
@@ -152,7 +152,7 @@ func testAttachments(t *testing.T, f *Fixture) {
 	f.Must(Create(Sandbox("a"), To(v, catalog.Exclusive)))
 	for _, mode := range []catalog.RefMode{catalog.Shared, catalog.Exclusive} {
 		e := f.Refused(errs.AlreadyAttached, catalog.Commit{Puts: []catalog.Put{Create(Sandbox("b"), To(v, mode))}})
-		Details(t, e, map[string]string{"volume": "v", "holder": "sandbox/a"})
+		Details(t, e, map[string]string{"volume": "v", "holder": "a"})
 	}
 	f.Must(Create(Snapshot("q"), To(v, catalog.Reference)))
 	set := func(uid string, revision uint64, refs ...catalog.Ref) catalog.Put {
@@ -164,7 +164,7 @@ func testAttachments(t *testing.T, f *Fixture) {
 	f.Must(set("a", 2, To(v, catalog.Shared)))    // gives way
 	f.Must(Create(Sandbox("b"), To(v, catalog.Shared)))
 	e := f.Refused(errs.AlreadyAttached, catalog.Commit{Puts: []catalog.Put{set("a", 3, To(v, catalog.Exclusive))}})
-	Details(t, e, map[string]string{"volume": "v", "holder": "sandbox/b"})
+	Details(t, e, map[string]string{"volume": "v", "holder": "b"})
 	f.Must(set("b", 1, To(v, catalog.Reference))) // detached, still referring
 	f.Must(set("a", 3, To(v, catalog.Exclusive)))
 	f.Must(set("a", 4))
@@ -204,7 +204,7 @@ func testSameCommit(t *testing.T, f *Fixture) {
 	e := f.Refused(errs.AlreadyAttached, catalog.Commit{Puts: []catalog.Put{
 		Create(Volume("w")), Create(Sandbox("b"), To(Volume("w"), catalog.Exclusive)), Create(Sandbox("c"), To(Volume("w"), catalog.Shared)),
 	}})
-	Details(t, e, map[string]string{"volume": "w", "holder": "sandbox/b"})
+	Details(t, e, map[string]string{"volume": "w", "holder": "b"})
 	sealed := Create(Volume("w"))
 	sealed.Record.Sealed = true
 	f.Refused(errs.WrongPhase, catalog.Commit{Puts: []catalog.Put{sealed, Create(Sandbox("b"), To(Volume("w"), catalog.Shared))}})
