@@ -1,7 +1,6 @@
 package app_test
 
 import (
-	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
@@ -86,7 +85,6 @@ type rig struct {
 	user  string // API keys
 	other string
 	root  string
-	logs  *bytes.Buffer
 }
 
 // keptStore survives the coordinator that closes it.
@@ -188,11 +186,16 @@ func (r *rig) node(name string) *fakeNode {
 	return n
 }
 
-func wantReason(t *testing.T, err error, want errs.Reason) *errs.Error {
+func wantReason(t *testing.T, err error, want errs.Reason) {
 	t.Helper()
 	if !errs.Has(err, want) {
 		t.Fatalf("got %v, want %s", err, want)
 	}
+}
+
+func wantEnvelope(t *testing.T, err error, want errs.Reason) *errs.Error {
+	t.Helper()
+	wantReason(t, err, want)
 	return errs.From(err)
 }
 
@@ -292,7 +295,7 @@ func TestC24C25OverTheWire(t *testing.T) {
 	}
 	req.Name = "other"
 	_, err = c.CheckpointSandbox(ctx, req)
-	if env := wantReason(t, err, errs.OperationBodyMismatch); env.Code != errs.Conflict || env.Outcome != errs.NotStarted || env.OperationID != req.GetOperationId() || env.RequestID == "" {
+	if env := wantEnvelope(t, err, errs.OperationBodyMismatch); env.Code != errs.Conflict || env.Outcome != errs.NotStarted || env.OperationID != req.GetOperationId() || env.RequestID == "" {
 		t.Fatalf("%+v", env)
 	}
 }
@@ -309,10 +312,10 @@ func TestTenantsDoNotSeeEachOther(t *testing.T) {
 	}
 	u := made.GetSandbox().GetMeta().GetUid()
 	_, err = theirs.GetSandbox(ctx, &dormousev1.GetSandboxRequest{Uid: u})
-	seen := wantReason(t, err, errs.ObjectNotFound)
+	seen := wantEnvelope(t, err, errs.ObjectNotFound)
 	never := uid.New()
 	_, err = theirs.GetSandbox(ctx, &dormousev1.GetSandboxRequest{Uid: never})
-	unseen := wantReason(t, err, errs.ObjectNotFound)
+	unseen := wantEnvelope(t, err, errs.ObjectNotFound)
 	if strings.ReplaceAll(seen.Message, u, never) != unseen.Message || len(seen.Details) != len(unseen.Details) {
 		t.Fatalf("%v differs from %v", seen, unseen)
 	}

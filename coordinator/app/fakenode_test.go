@@ -41,7 +41,6 @@ type fakeNode struct {
 	session sync.WaitGroup
 	stream  grpc.BidiStreamingClient[nodev1.SessionRequest, nodev1.SessionResponse]
 	acks    chan *nodev1.ReportAck
-	welcome chan *nodev1.Welcome
 }
 
 func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {

@@ -198,7 +198,7 @@ func TestStandbyAnswersReadsOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err := c.CreateSandbox(context.Background(), box(""))
-	if env := wantReason(t, err, errs.NoLeader); env.Outcome != errs.NotStarted {
+	if env := wantEnvelope(t, err, errs.NoLeader); env.Outcome != errs.NotStarted {
 		t.Fatalf("%+v", env)
 	}
 	leader.Stop()

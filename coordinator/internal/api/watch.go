@@ -34,7 +34,7 @@ const (
 
 func (h *hub) run(ctx context.Context) {
 	for ctx.Err() == nil {
-		if err := h.follow(ctx); err != nil && ctx.Err() == nil {
+		if err := h.follow(ctx); ctx.Err() == nil {
 			h.log.Warn("the change log cannot be read; watches stand still", "error", err)
 			timer := time.NewTimer(followRetry)
 			select {
@@ -47,7 +47,7 @@ func (h *hub) run(ctx context.Context) {
 }
 
 // follow reads until something fails. It starts from the store's sequence, and tells watches of
-// whatever they missed.
+// whatever they missed. It returns only with an error.
 func (h *hub) follow(ctx context.Context) error {
 	seq, err := h.store.Seq(ctx)
 	if err != nil {

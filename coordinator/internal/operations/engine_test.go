@@ -30,11 +30,16 @@ func eventually(t *testing.T, what string, cond func() bool) {
 	}
 }
 
-func wantReason(t *testing.T, err error, want errs.Reason) *errs.Error {
+func wantReason(t *testing.T, err error, want errs.Reason) {
 	t.Helper()
 	if !errs.Has(err, want) {
 		t.Fatalf("got %v, want %s", err, want)
 	}
+}
+
+func wantEnvelope(t *testing.T, err error, want errs.Reason) *errs.Error {
+	t.Helper()
+	wantReason(t, err, want)
 	return errs.From(err)
 }
 
@@ -65,7 +70,7 @@ func TestC25SameOperationOtherBodyIsConflict(t *testing.T) {
 	c := call(uid.New())
 	must(create("one")(context.Background(), e, c))(t)
 	_, err := create("two")(context.Background(), e, c)
-	env := wantReason(t, err, errs.OperationBodyMismatch)
+	env := wantEnvelope(t, err, errs.OperationBodyMismatch)
 	if env.Code != errs.Conflict || env.Outcome != errs.NotStarted || env.Retry != errs.Never {
 		t.Fatalf("%+v", env)
 	}
@@ -82,12 +87,12 @@ func TestC26DeletingAReferencedVolumeNamesTheSnapshots(t *testing.T) {
 	box := madeSandbox(t, e, v)
 	snap := madeSnapshot(t, e, box)
 	_, err := e.DeleteVolume(ctx, call(""), operations.Delete{UID: v})
-	if env := wantReason(t, err, errs.AlreadyAttached); env.Details["holder"] != box {
+	if env := wantEnvelope(t, err, errs.AlreadyAttached); env.Details["holder"] != box {
 		t.Fatalf("%v names %v", env, env.Details)
 	}
 	must(e.DeleteSandbox(ctx, call(""), operations.Delete{UID: box}))(t)
 	_, err = e.DeleteVolume(ctx, call(""), operations.Delete{UID: v})
-	if env := wantReason(t, err, errs.StillReferenced); env.Details["references"] != snap || env.Details["count"] != "1" {
+	if env := wantEnvelope(t, err, errs.StillReferenced); env.Details["references"] != snap || env.Details["count"] != "1" {
 		t.Fatalf("%v names %v", env, env.Details)
 	}
 	must(e.DeleteSnapshot(ctx, call(""), operations.Delete{UID: snap}))(t)
@@ -111,7 +116,7 @@ func TestC27StaleVolumeUID(t *testing.T) {
 	_, deleted := e.DeleteVolume(ctx, call(""), operations.Delete{UID: old})
 	_, attached := create("box", old)(ctx, e, call(""))
 	for _, err := range []error{deleted, attached} {
-		env := wantReason(t, err, errs.StaleUID)
+		env := wantEnvelope(t, err, errs.StaleUID)
 		if env.Code != errs.Conflict || env.Outcome != errs.NotStarted || env.Retry != errs.Never || env.Details["current_uid"] != heir {
 			t.Fatalf("%+v", env)
 		}
@@ -130,7 +135,7 @@ func TestSecondAttachmentNamesTheHolder(t *testing.T) {
 	v := madeVolume(t, e, "data")
 	box := madeSandbox(t, e, v)
 	_, err := create("", v)(context.Background(), e, call(""))
-	if env := wantReason(t, err, errs.AlreadyAttached); !strings.Contains(env.Details["holder"], box) {
+	if env := wantEnvelope(t, err, errs.AlreadyAttached); !strings.Contains(env.Details["holder"], box) {
 		t.Fatalf("%v names %v", env, env.Details)
 	}
 	w.agree(e)
@@ -196,7 +201,7 @@ func TestNodeAwayIsUnknownNotAbsent(t *testing.T) {
 	defer cancel()
 	c := call(uid.New())
 	_, err := e.DeleteSandbox(ctx, c, operations.Delete{UID: u})
-	env := wantReason(t, err, errs.NodeAway)
+	env := wantEnvelope(t, err, errs.NodeAway)
 	if env.Outcome != errs.Unknown || env.Retry != errs.SameOperation || env.OperationID != c.OperationID {
 		t.Fatalf("%+v", env)
 	}
@@ -258,7 +263,7 @@ func TestNoNodeFitsSaysWhy(t *testing.T) {
 	e := w.lead()
 	defer e.stop()
 	_, err := create("box")(context.Background(), e, call(""))
-	env := wantReason(t, err, errs.NoNodeFits)
+	env := wantEnvelope(t, err, errs.NoNodeFits)
 	if env.Details["node.n1"] != "it is cordoned" || env.Details["node.n2"] == "" {
 		t.Fatalf("%v", env.Details)
 	}

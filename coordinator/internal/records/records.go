@@ -148,7 +148,7 @@ type Trace struct {
 	Created time.Time `json:"created,omitzero"`
 }
 
-// SandboxKey, SnapshotKey, VolumeKey, NodeKey and OperationKey name records.
+// SandboxKey names a sandbox's record.
 func SandboxKey(tenant, uid string) catalog.Key { return key(tenant, catalog.KindSandbox, uid) }
 
 // SnapshotKey names a snapshot's record.
