@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -134,6 +135,12 @@ func (o *Output) write(c *dormousev1.OutputChunk) error {
 	return nil
 }
 
+// Bounds of taking up a stream again that had output: an agentd that is replaced is away for seconds.
+const (
+	followAttempts = 10
+	followBackoff  = 2 * time.Second
+)
+
 // Follow reads output from where Output stands; with follow, until the process has ended. A lost
 // stream is taken up again at the same offset.
 func (p *Process) Follow(ctx context.Context, out *Output, follow bool) (*dormousev1.ProcessExit, error) {
@@ -141,16 +148,21 @@ func (p *Process) Follow(ctx context.Context, out *Output, follow bool) (*dormou
 	for attempt := 1; ; attempt++ {
 		before := out.stdout + out.stderr
 		exit, err := p.read(ctx, out, follow)
-		if err == nil || !again(ctx, err) || attempt >= maxAttempts && out.stdout+out.stderr == before {
+		after := out.stdout + out.stderr
+		limit := maxAttempts
+		if after > 0 {
+			limit = followAttempts
+		}
+		if err == nil || !again(ctx, err) || attempt >= limit && after == before {
 			return exit, err
 		}
-		if out.stdout+out.stderr > before {
+		if after > before {
 			attempt, backoff = 1, firstBackoff
 		}
 		if sleep(ctx, backoff) != nil {
 			return nil, err
 		}
-		backoff *= 3
+		backoff = min(backoff*3, followBackoff)
 	}
 }
 
