@@ -64,7 +64,7 @@ func (e *Engine) driveCopies(ctx context.Context, t *task) error {
 	}
 	err := e.makeCopies(ctx, t)
 	if env, ok := isFinal(err); ok {
-		if err := e.undoing(ctx, t, env); err != nil {
+		if err := e.undoing(ctx, t, env); err != nil || t.op.State != Pending {
 			return err
 		}
 		return e.undoCopies(ctx, t)

@@ -197,7 +197,10 @@ func (e *Engine) drive(t *task) {
 	log.Info("operation begins")
 	delay := e.cfg.RetryMin
 	for t.op.State == Pending {
-		err := e.step(e.ctx, t)
+		err := e.reload(e.ctx, t) // it may have ended since it was read
+		if err == nil && t.op.State == Pending {
+			err = e.step(e.ctx, t)
+		}
 		if err == nil {
 			continue
 		}
@@ -348,7 +351,8 @@ func (e *Engine) reload(ctx context.Context, t *task) error {
 	return err
 }
 
-// undoing records why the operation fails before anything that it made is undone.
+// undoing records why the operation fails before anything that it made is undone. One that has ended
+// already is left as it is, and nothing of it may be undone: the caller looks at its state.
 func (e *Engine) undoing(ctx context.Context, t *task, failure *errs.Error) error {
 	_, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
 		op, err := e.operation(ctx, r, t)

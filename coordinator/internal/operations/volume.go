@@ -100,7 +100,7 @@ func (e *Engine) driveVolume(ctx context.Context, t *task) error {
 		if !failed {
 			return e.endedElsewhere(ctx, t)
 		}
-		if err := e.undoing(ctx, t, env); err != nil {
+		if err := e.undoing(ctx, t, env); err != nil || t.op.State != Pending {
 			return err
 		}
 	}

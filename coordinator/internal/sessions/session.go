@@ -24,7 +24,9 @@ import (
 
 // maxReports bounds the reports of one session that are being committed at once. Their order does
 // not matter: observations are numbered.
-const maxReports = 32
+// One that finds no room is not acknowledged, so that the node sends it again; waiting here would
+// keep heartbeats waiting too.
+const maxReports = 256
 
 // helloTimeout is how long a peer may take to say who it is.
 const helloTimeout = 10 * time.Second
@@ -255,7 +257,7 @@ func (r *Registry) receive(s *session) error {
 				return err
 			}
 		case *nodev1.SessionRequest_Report:
-			reports.Go(func() error {
+			reports.TryGo(func() error {
 				r.report(s, m.Report)
 				return nil
 			})
