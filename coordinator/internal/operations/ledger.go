@@ -65,6 +65,11 @@ func request(sb *records.Sandbox) placement.Resources {
 	return placement.Resources{CPUMillis: r.CPURequestMillis, MemoryBytes: r.MemoryRequestBytes, Sandboxes: 1}
 }
 
+// limits is how far a sandbox may grow. A limit of the CPU above a node's is harmless.
+func limits(spec sandbox.Spec) placement.Resources {
+	return placement.Resources{MemoryBytes: spec.Resources.WithDefaults().MemoryLimitBytes}
+}
+
 // decide places the request and reserves for the uid, in one step under the lock: the decision
 // is pure and quick.
 func (e *Engine) decide(uid string, r placement.Request) (string, error) {
@@ -107,7 +112,8 @@ func (e *Engine) place(ctx context.Context, uid string, r placement.Request, sin
 // possible refuses at the door what no node could ever hold.
 func (e *Engine) possible(spec sandbox.Spec) error {
 	r := spec.Resources.WithDefaults()
-	return placement.Possible(e.cfg.Nodes.Nodes(), placement.Resources{CPUMillis: r.CPURequestMillis, MemoryBytes: r.MemoryRequestBytes})
+	asked := placement.Resources{CPUMillis: r.CPURequestMillis, MemoryBytes: r.MemoryRequestBytes}
+	return placement.Possible(e.cfg.Nodes.Nodes(), asked.Max(limits(spec)))
 }
 
 // PlacedUIDs lists what is counted on a node, for operators and tests.

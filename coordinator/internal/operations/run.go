@@ -94,7 +94,7 @@ func (e *Engine) interrupt(ctx context.Context, uid string) error {
 
 // placeSandbox decides where, and commits Starting there before the node is told.
 func (e *Engine) placeSandbox(ctx context.Context, t *task, sb *records.Sandbox, since time.Time) error {
-	req := placement.Request{Resources: request(sb), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
+	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
 	for _, a := range sb.Attachments {
 		rec, err := e.cfg.Catalog.Get(ctx, records.VolumeKey(sb.Tenant, a.VolumeUID))
 		if err != nil {

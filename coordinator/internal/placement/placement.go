@@ -49,9 +49,17 @@ type Node struct {
 	Placed       Resources
 }
 
+// Max gives the larger of each.
+func (r Resources) Max(o Resources) Resources {
+	return Resources{max(r.CPUMillis, o.CPUMillis), max(r.MemoryBytes, o.MemoryBytes), max(r.DiskBytes, o.DiskBytes), max(r.Sandboxes, o.Sandboxes)}
+}
+
 // Request is what is to be placed.
 type Request struct {
-	Resources    Resources
+	// Resources are counted against what is left of a node.
+	Resources Resources
+	// Limits are how far it may grow: not counted, but no node takes what could outgrow it alone.
+	Limits       Resources
 	Selector     map[string]string
 	Architecture string // "" is any
 	// Artefact is where the snapshot is; nil when none is needed.
@@ -94,7 +102,7 @@ func (n *NoFit) Envelope() *errs.Error {
 // Decide picks the node, or explains with *NoFit, or, where no node could hold the request even
 // when empty, with ABOVE_EVERY_NODE.
 func Decide(nodes []Node, r Request) (string, error) {
-	if err := Possible(nodes, r.Resources); err != nil {
+	if err := Possible(nodes, r.Resources.Max(r.Limits)); err != nil {
 		return "", err
 	}
 	why := &NoFit{Why: make(map[string]string, len(nodes))}
@@ -166,6 +174,11 @@ func lasting(n Node, r Request) string {
 	}
 	if r.Architecture != "" && n.Architecture != r.Architecture {
 		return "its architecture is " + n.Architecture
+	}
+	for _, res := range compare(r.Limits) {
+		if total := res.of(n.Allocatable); res.asked > total {
+			return fmt.Sprintf("%s: the limit is %d, the node has %d", res.name, res.asked, total)
+		}
 	}
 	left := n.Allocatable.Sub(n.Placed)
 	for _, res := range compare(r.Resources) {

@@ -48,6 +48,10 @@ func TestDecide(t *testing.T) {
 		{name: "full", nodes: []Node{node("a", placed(950, 1))}, request: Request{Resources: ask}, why: "memory_bytes: 100 asked, 50 left"},
 		{name: "heads", nodes: []Node{node("a", placed(0, 10))}, request: Request{Resources: ask}, why: "all of its 10"},
 		{name: "above every node", nodes: []Node{node("a"), node("b")}, request: Request{Resources: Resources{MemoryBytes: 1001}}, reason: errs.AboveEveryNode},
+		{name: "limit above every node", nodes: []Node{node("a"), node("b")}, request: Request{Resources: ask, Limits: Resources{MemoryBytes: 1001}}, reason: errs.AboveEveryNode},
+		{name: "limit above one node", nodes: []Node{node("a"), node("b", func(n *Node) { n.Allocatable.MemoryBytes = 2000 }, placed(1500, 9))},
+			request: Request{Resources: ask, Limits: Resources{MemoryBytes: 1500}}, want: "b"},
+		{name: "limits are not counted", nodes: []Node{node("a", placed(850, 1))}, request: Request{Resources: ask, Limits: Resources{MemoryBytes: 1000}}, want: "a"},
 		{name: "no nodes", request: Request{Resources: ask}, reason: errs.NoNodeFits},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
