@@ -26,7 +26,9 @@
 // where an unpacked overlay has the time of unpacking.
 //
 // The file holds all that the kernel's overlayfs would show. gVisor, which reads it for a sandbox, shows all of
-// it but extended attributes, so that file capabilities have no effect in a sandbox.
+// it but two things: extended attributes, so that file capabilities have no effect in a sandbox; and the
+// numbers of device nodes, so that a block device shows as 0:0, and a character device, which with these
+// numbers is a whiteout, not at all. The devices in /dev of a sandbox are gVisor's own.
 //
 // The same layers give the same bytes: order, times, and numbering depend on the layers alone.
 package flatten
