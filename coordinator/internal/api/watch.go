@@ -21,10 +21,11 @@ type hub struct {
 	mu   sync.Mutex
 	seq  uint64
 	news chan struct{} // closed and replaced when seq grows
+	done chan struct{} // closed when run has ended
 }
 
 func newHub(store Store, log *slog.Logger) *hub {
-	return &hub{store: store, log: log, news: make(chan struct{})}
+	return &hub{store: store, log: log, news: make(chan struct{}), done: make(chan struct{})}
 }
 
 const (
@@ -33,6 +34,7 @@ const (
 )
 
 func (h *hub) run(ctx context.Context) {
+	defer close(h.done)
 	for ctx.Err() == nil {
 		if err := h.follow(ctx); ctx.Err() == nil {
 			h.log.Warn("the change log cannot be read; watches stand still", "error", err)
@@ -86,6 +88,8 @@ func (h *hub) wait(ctx context.Context, after uint64) error {
 		}
 		select {
 		case <-news:
+		case <-h.done:
+			return errs.New(errs.ShuttingDown, "this coordinator is stopping; watch on from the last sequence")
 		case <-ctx.Done():
 			return ctx.Err()
 		}

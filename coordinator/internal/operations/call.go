@@ -38,6 +38,7 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 		if attempt > 1 {
 			cmd.ID += "." + strconv.Itoa(attempt)
 		}
+		back := e.cfg.Nodes.Changed() // before the call, so that a node that comes back during it counts
 		err := f(ctx, cmd)
 		if err == nil {
 			return nil
@@ -62,7 +63,11 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 		}
 		t.last.Store(env)
 		e.log.Warn("a node did not do a step yet", "operation", t.op.ID, "node", node, "step", step, "error", err, "after", delay)
-		delay = e.pause(ctx, delay)
+		if env.Reason == errs.NodeAway {
+			delay = e.pauseOr(ctx, delay, back)
+		} else {
+			delay = e.pause(ctx, delay)
+		}
 	}
 }
 

@@ -242,10 +242,17 @@ func (e *Engine) step(ctx context.Context, t *task) error {
 
 // pause waits for about the delay and gives the next one.
 func (e *Engine) pause(ctx context.Context, delay time.Duration) time.Duration {
+	return e.pauseOr(ctx, delay, nil)
+}
+
+// pauseOr is pause that news end early.
+func (e *Engine) pauseOr(ctx context.Context, delay time.Duration, news <-chan struct{}) time.Duration {
 	timer := time.NewTimer(delay/2 + rand.N(delay/2+1))
 	defer timer.Stop()
 	select {
 	case <-timer.C:
+	case <-news:
+		return e.cfg.RetryMin
 	case <-ctx.Done():
 	}
 	return min(delay*2, e.cfg.RetryMax)
@@ -264,24 +271,30 @@ var errNothing = errors.New("nothing to commit")
 func (e *Engine) commit(ctx context.Context, build func(context.Context, catalog.Reader) (catalog.Commit, error)) (catalog.Result, error) {
 	delay := e.cfg.RetryMin
 	for {
-		res, err := e.cfg.Queue.Publish(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
-			c, err := build(ctx, r)
-			if c.Owner.Coordinator == 0 {
-				c.Owner = e.owner()
-			}
-			return c, err
-		})
-		if err == nil && res.Err != nil {
-			err = res.Err
-		}
-		switch {
-		case errors.Is(err, errNothing):
-			return catalog.Result{}, nil
-		case err == nil || ctx.Err() != nil || !again(err):
+		res, err := e.publish(ctx, build)
+		if err == nil || ctx.Err() != nil || !again(err) {
 			return res, err
 		}
 		delay = e.pause(ctx, delay)
 	}
+}
+
+// publish is one publication, in the coordinator's name unless build says otherwise.
+func (e *Engine) publish(ctx context.Context, build func(context.Context, catalog.Reader) (catalog.Commit, error)) (catalog.Result, error) {
+	res, err := e.cfg.Queue.Publish(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+		c, err := build(ctx, r)
+		if c.Owner.Coordinator == 0 {
+			c.Owner = e.owner()
+		}
+		return c, err
+	})
+	if errors.Is(err, errNothing) {
+		return catalog.Result{}, nil
+	}
+	if err == nil && res.Err != nil {
+		err = res.Err
+	}
+	return res, err
 }
 
 // again tells whether a commit's failure may pass.

@@ -87,10 +87,11 @@ func (e *Engine) decide(uid string, r placement.Request) (string, error) {
 }
 
 // place decides, and waits for nodes that may come back while that is not too long ago. since is
-// when the waiting began for the caller.
-func (e *Engine) place(ctx context.Context, uid string, r placement.Request, since time.Time) (string, error) {
+// when the waiting began for the caller; waiting, if given, is told once of what is waited for.
+func (e *Engine) place(ctx context.Context, uid string, r placement.Request, since time.Time, waiting func(why string) error) (string, error) {
 	delay := e.cfg.RetryMin
 	for {
+		changed := e.cfg.Nodes.Changed()
 		node, err := e.decide(uid, r)
 		if err == nil {
 			return node, nil
@@ -103,7 +104,13 @@ func (e *Engine) place(ctx context.Context, uid string, r placement.Request, sin
 		if !wait || e.now().Sub(since) > e.cfg.PlacementWait {
 			return "", finally(nofit.Envelope())
 		}
-		if delay = e.pause(ctx, delay); ctx.Err() != nil {
+		if waiting != nil {
+			if err := waiting(nofit.Error()); err != nil {
+				return "", err
+			}
+			waiting = nil
+		}
+		if delay = e.pauseOr(ctx, delay, changed); ctx.Err() != nil {
 			return "", context.Cause(ctx)
 		}
 	}

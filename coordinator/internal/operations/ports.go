@@ -69,6 +69,8 @@ type Agents interface {
 type Nodes interface {
 	// Nodes tells all known nodes; Placed is filled by the engine.
 	Nodes() []placement.Node
+	// Changed is closed when the next node comes back, or is let in again.
+	Changed() <-chan struct{}
 	// Cordon tells of a committed intent.
 	Cordon(name string, cordoned bool)
 }

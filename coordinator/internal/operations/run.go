@@ -113,7 +113,16 @@ func (e *Engine) placeSandbox(ctx context.Context, t *task, sb *records.Sandbox,
 		}
 		req.Artefact = append([]string{}, snap.Status.Nodes...)
 	}
-	node, err := e.place(ctx, sb.UID, req, since)
+	node, err := e.place(ctx, sb.UID, req, since, func(why string) error {
+		_, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
+			if sb.Status.Phase != sandbox.Pending {
+				return nil, errNothing
+			}
+			sb.Status.SetCondition(sandbox.Condition{Type: "Scheduled", Reason: "Waiting", Message: why, LastTransitionTime: e.now()})
+			return nil, nil
+		})
+		return err
+	})
 	if err != nil {
 		return err
 	}

@@ -70,7 +70,7 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 	blank := Operation{ID: c.OperationID, Tenant: c.Tenant, Kind: kind, Digest: sum, Request: body,
 		RequestID: c.RequestID, HadSecrets: len(secrets) > 0, State: Pending}
 	var op Operation
-	_, err = e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+	_, err = e.publish(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
 		op = blank
 		op.Created = e.now()
 		w, err := d(ctx, r, &op)

@@ -130,7 +130,7 @@ func (e *Engine) makeVolume(ctx context.Context, t *task, u string, fin func(*Op
 		case v.Status.Phase != volume.Creating:
 			return finally(wrongPhase(rec.Key, rec.Phase, string(volume.Ready)))
 		case v.Status.Node == "":
-			node, err := e.place(ctx, "", placement.Request{Node: v.Spec.Node}, began)
+			node, err := e.place(ctx, "", placement.Request{Node: v.Spec.Node}, began, nil)
 			if err != nil {
 				return err
 			}

@@ -137,7 +137,8 @@ func (q crashingQueue) Publish(ctx context.Context, build func(context.Context, 
 // fakeNodes is what placement sees.
 type fakeNodes struct{ all []placement.Node }
 
-func (n *fakeNodes) Nodes() []placement.Node { return slices.Clone(n.all) }
+func (n *fakeNodes) Nodes() []placement.Node  { return slices.Clone(n.all) }
+func (n *fakeNodes) Changed() <-chan struct{} { return nil }
 func (n *fakeNodes) Cordon(name string, cordoned bool) {
 	for i := range n.all {
 		if n.all[i].Name == name {

@@ -83,9 +83,10 @@ type Registry struct {
 	nodev1.UnimplementedSessionServiceServer
 	cfg Config
 
-	mu    sync.Mutex
-	term  *term
-	nodes map[string]*node
+	mu      sync.Mutex
+	term    *term
+	nodes   map[string]*node
+	changed chan struct{} // closed and replaced when a node comes back
 }
 
 // term is one leadership. Its context ends with it.
@@ -120,7 +121,7 @@ func New(cfg Config) *Registry {
 	if cfg.OnHigherEpoch == nil {
 		cfg.OnHigherEpoch = func(fence.Epoch) {}
 	}
-	return &Registry{cfg: cfg, nodes: make(map[string]*node)}
+	return &Registry{cfg: cfg, nodes: make(map[string]*node), changed: make(chan struct{})}
 }
 
 // Lead begins a term: the nodes are read from their records, all of them away.
@@ -206,12 +207,26 @@ func (r *Registry) Nodes() []placement.Node {
 	return all
 }
 
+// Changed implements operations.Nodes.
+func (r *Registry) Changed() <-chan struct{} {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.changed
+}
+
+// news wants the lock.
+func (r *Registry) news() {
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
 // Cordon implements operations.Nodes.
 func (r *Registry) Cordon(name string, cordoned bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if n := r.nodes[name]; n != nil {
 		n.record.Cordoned = cordoned
+		r.news()
 	}
 }
 

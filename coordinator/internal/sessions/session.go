@@ -151,6 +151,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 	}
 	n.record, n.session, n.allocatable, n.lastBeat, n.problems = *rec, s, rec.Allocatable, time.Now(), nil
 	n.images = h.GetInventory().GetImages()
+	r.news()
 	return s, nil
 }
 
@@ -273,6 +274,9 @@ func (r *Registry) heartbeat(s *session, h *nodev1.Heartbeat) {
 	n := r.nodes[s.node]
 	if n == nil || n.session != s {
 		return
+	}
+	if len(n.problems) > 0 && len(h.GetProblems()) == 0 {
+		r.news()
 	}
 	n.lastBeat, n.problems, n.images = time.Now(), h.GetProblems(), h.GetImages()
 	if h.GetAllocatable() != nil {
