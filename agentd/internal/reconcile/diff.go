@@ -29,6 +29,7 @@ const (
 	LostSandbox      Kind = "lost-sandbox"       // recorded as running, and not there
 	StuckDelete      Kind = "stuck-delete"       // its removal goes on, or fails again and again
 	LostArtefact     Kind = "lost-artefact"      // recorded as ready, and not there
+	StuckSnapshot    Kind = "stuck-snapshot"     // its removal goes on, or failed
 )
 
 // Observed is what there is on the node.
@@ -167,6 +168,9 @@ func (d *differ) snapshots(seen Observed, root string) {
 		}
 	}
 	for id, s := range d.snaps {
+		if s.State == nodestate.SnapshotDeleting {
+			d.out = append(d.out, Finding{Kind: StuckSnapshot, Name: id, Recorded: string(s.State), Observed: "not finished", Remedy: fixIt, Fixable: true})
+		}
 		if s.State == nodestate.SnapshotReady && !published[id] {
 			d.out = append(d.out, Finding{Kind: LostArtefact, Name: id, Recorded: string(s.State), Observed: "no folder " + filepath.Join(root, id), Remedy: "dormouse snapshot rm " + id})
 		}

@@ -43,6 +43,7 @@ type Sources struct {
 // Purger removes what has no record.
 type Purger interface {
 	Remove(ctx context.Context, uid string) error
+	FinishSnapshot(ctx context.Context, uid string) error
 	// Purge removes whatever there is of a sandbox that no record names. An error when one does.
 	Purge(ctx context.Context, uid string) error
 }
@@ -176,6 +177,8 @@ func (s Sources) fix(ctx context.Context, p Purger, f Finding) error {
 	switch f.Kind {
 	case StuckDelete:
 		return p.Remove(ctx, f.Name)
+	case StuckSnapshot:
+		return p.FinishSnapshot(ctx, f.Name)
 	case OrphanStaging:
 		return s.Artefacts.Delete(f.Name)
 	}

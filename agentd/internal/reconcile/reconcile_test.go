@@ -73,7 +73,7 @@ func TestDiff(t *testing.T) {
 	rec := Records{
 		Sandboxes: []nodestate.Sandbox{box("good", nodestate.IntentKeep, sandbox.Running), box("ended", nodestate.IntentKeep, sandbox.Stopped),
 			box("lost", nodestate.IntentKeep, sandbox.Running), box("stuck", nodestate.IntentDelete, sandbox.Deleting), box("new", nodestate.IntentStart, sandbox.Starting)},
-		Snapshots: []nodestate.Snapshot{{UID: "snap", State: nodestate.SnapshotReady}, {UID: "torn", State: nodestate.SnapshotReady}, {UID: "saving", State: nodestate.SnapshotSaving}},
+		Snapshots: []nodestate.Snapshot{{UID: "snap", State: nodestate.SnapshotReady}, {UID: "torn", State: nodestate.SnapshotReady}, {UID: "saving", State: nodestate.SnapshotSaving}, {UID: "going", State: nodestate.SnapshotDeleting}},
 	}
 	seen := Observed{
 		Runtime: []runtime.Status{{ID: "good", Phase: runtime.Running}, {ID: "ended", Phase: runtime.Stopped}, {ID: "lost", Phase: runtime.Stopped},
@@ -94,7 +94,7 @@ func TestDiff(t *testing.T) {
 		"lost-artefact torn false", "lost-sandbox lost false",
 		"orphan-artefact stray false", "orphan-cgroup alien true", "orphan-cgroup group true", "orphan-folder folder true",
 		"orphan-image-hold nobody true", "orphan-mount /s/good/m false", "orphan-sandbox alien true",
-		"orphan-staging half true", "orphan-staging old true", "orphan-volume-hold snap true", "stuck-delete stuck true",
+		"orphan-staging half true", "orphan-staging old true", "orphan-volume-hold snap true", "stuck-delete stuck true", "stuck-snapshot going true",
 	}
 	if !slices.Equal(got, want) {
 		t.Fatalf("got  %s\nwant %s", strings.Join(got, "\n     "), strings.Join(want, "\n     "))

@@ -3,6 +3,7 @@ package runner
 import (
 	"context"
 	"errors"
+	"strconv"
 	"sync"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
@@ -152,32 +153,49 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 	return errors.Join(err, o.put(rec))
 }
 
-// useSnapshot keeps an artefact from being deleted while it is read.
-func (n *Node) useSnapshot(uid string) (release func()) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.inUse == nil {
-		n.inUse = make(map[string]int)
-	}
-	n.inUse[uid]++
-	return sync.OnceFunc(func() {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		if n.inUse[uid]--; n.inUse[uid] == 0 {
-			delete(n.inUse, uid)
+// useSnapshot keeps an artefact from being deleted while it is read. WRONG_PHASE while it is being deleted.
+func (n *Node) useSnapshot(uid string) (release func(), err error) {
+	return n.claimSnapshot(uid, 1, func(users int) error {
+		if users >= 0 {
+			return nil
 		}
+		return errs.New(errs.WrongPhase, "the snapshot %s is being deleted", uid).With("uid", uid).With("phase", string(snapshot.Deleting))
 	})
 }
 
-// DeleteSnapshot removes an artefact and returns once its absence was observed. Deleting what is not there
-// succeeds. STILL_REFERENCED while a restore reads it, WRONG_PHASE while it is being made.
-func (n *Node) DeleteSnapshot(ctx context.Context, id string) error {
+// claimSnapshot adds to the users of a snapshot if check allows it: readers count up, a deletion down.
+func (n *Node) claimSnapshot(uid string, users int, check func(users int) error) (release func(), err error) {
 	n.mu.Lock()
-	busy := n.inUse[id] > 0
-	n.mu.Unlock()
-	if busy {
-		return errs.New(errs.StillReferenced, "the snapshot %s is being restored; delete it afterwards", id).With("uid", id).With("count", "1")
+	defer n.mu.Unlock()
+	if err := check(n.inUse[uid]); err != nil {
+		return nil, err
 	}
+	n.inUse[uid] += users
+	return sync.OnceFunc(func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if n.inUse[uid] -= users; n.inUse[uid] == 0 {
+			delete(n.inUse, uid)
+		}
+	}), nil
+}
+
+// DeleteSnapshot removes an artefact and returns once its absence was observed. Deleting what is not there
+// succeeds. STILL_REFERENCED while a restore reads it, WRONG_PHASE while it is being made or deleted.
+func (n *Node) DeleteSnapshot(ctx context.Context, id string) error {
+	release, err := n.claimSnapshot(id, -1, func(users int) error {
+		switch {
+		case users > 0:
+			return errs.New(errs.StillReferenced, "the snapshot %s is being restored; delete it afterwards", id).With("uid", id).With("count", strconv.Itoa(users))
+		case users < 0:
+			return errs.New(errs.WrongPhase, "the snapshot %s is being deleted", id).With("uid", id).With("phase", string(snapshot.Deleting))
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	defer release()
 	rec, err := n.Store.Snapshot(id)
 	switch {
 	case errs.Has(err, errs.ObjectNotFound):

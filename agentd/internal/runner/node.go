@@ -70,7 +70,7 @@ type Node struct {
 	mu     sync.Mutex
 	closed bool
 	owners map[string]*owner
-	// inUse counts who reads a snapshot.
+	// inUse counts who reads a snapshot; -1 while it is being deleted.
 	inUse map[string]int
 
 	changed chan struct{}
@@ -94,7 +94,7 @@ func New(opts Options) (*Node, error) {
 	if err := os.Chmod(opts.Root, 0o700); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
-	n := &Node{Options: opts, owners: make(map[string]*owner), changed: make(chan struct{}, 1), slots: make(chan struct{}, max(opts.Width, 1))}
+	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1), slots: make(chan struct{}, max(opts.Width, 1))}
 	n.ctx, n.cancel = context.WithCancelCause(context.Background())
 	return n, nil
 }

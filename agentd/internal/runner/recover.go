@@ -91,6 +91,16 @@ func (n *Node) Remove(ctx context.Context, uid string) error {
 // FinishSnapshot brings a snapshot's record and artefact together: one that was being saved is Ready
 // if its artefact is whole and in place, and is removed otherwise; one that was being deleted is removed.
 func (n *Node) FinishSnapshot(ctx context.Context, uid string) error {
+	release, err := n.claimSnapshot(uid, -1, func(users int) error {
+		if users != 0 {
+			return errs.New(errs.WrongPhase, "the snapshot %s is in use", uid).With("uid", uid)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	defer release()
 	rec, err := n.Store.Snapshot(uid)
 	if errs.Has(err, errs.ObjectNotFound) {
 		return nil

@@ -282,6 +282,27 @@ func TestRestoreIsRefusedBeforeAnythingIsTouched(t *testing.T) {
 	wantReason(t, second(a.Restore(ctx(t), restoreRequest(snap, volume))), errs.ArtefactDamaged)
 }
 
+func TestASnapshotThatIsReadIsNotDeleted(t *testing.T) {
+	a, req, snap := checkpointed(t)
+	must(t, a.Delete(ctx(t), req.UID))
+	reading, release := make(chan struct{}), make(chan struct{})
+	a.w.host.SetHook(func(_ context.Context, op fake.Op, _ string) error {
+		if op == fake.OpRestore {
+			close(reading)
+			<-release
+		}
+		return nil
+	})
+	restored := make(chan error, 1)
+	go func() { restored <- second(a.Restore(ctx(t), restoreRequest(snap, req.Spec.Volumes[0].VolumeUID))) }()
+	<-reading
+	wantReason(t, a.DeleteSnapshot(ctx(t), snap.UID), errs.StillReferenced)
+	wantReason(t, a.FinishSnapshot(ctx(t), snap.UID), errs.WrongPhase)
+	close(release)
+	must(t, <-restored)
+	must(t, a.DeleteSnapshot(ctx(t), snap.UID))
+}
+
 func TestAFailedCheckpointNeverCostsTheSandbox(t *testing.T) {
 	full := errs.New(errs.DiskFull, "no room")
 	for _, what := range []string{"quiesce", "drain", "pause", "save", "cancel"} {

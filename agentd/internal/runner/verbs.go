@@ -63,16 +63,17 @@ func (n *Node) Start(ctx context.Context, req StartRequest) (nodestate.Sandbox, 
 // Restore is Start from an artefact. It is refused before anything is touched when the node or the
 // request does not fit it. It never starts a process.
 func (n *Node) Restore(ctx context.Context, req RestoreRequest) (nodestate.Sandbox, error) {
-	release := n.useSnapshot(req.SnapshotUID)
-	defer release()
 	var rec nodestate.Sandbox
 	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
-		// The work may outlive the call that asked for it.
-		defer n.useSnapshot(req.SnapshotUID)()
 		if done, err := o.madeBefore(req.CommandID); done || err != nil {
 			rec = o.rec
 			return err
 		}
+		release, err := n.useSnapshot(req.SnapshotUID)
+		if err != nil {
+			return err
+		}
+		defer release()
 		m, b, err := n.fits(req)
 		if err != nil {
 			return err
