@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
@@ -191,10 +192,11 @@ func (s imageService) PullImage(req *dormousev1.PullImageRequest, stream grpc.Se
 			if err != nil {
 				return err
 			}
+			s.cfg.Nodes.LearnImage(node, img)
 			mu.Lock()
 			defer mu.Unlock()
 			if whole == nil {
-				whole = img
+				whole = proto.CloneOf(img)
 				whole.Nodes = nil
 			}
 			whole.Nodes = append(whole.Nodes, node)
@@ -245,24 +247,46 @@ func (s imageService) DeleteImage(ctx context.Context, req *dormousev1.DeleteIma
 	if _, err := s.cfg.Engine(); err != nil {
 		return nil, err
 	}
-	nodes := make(map[string]bool)
-	for _, img := range s.cfg.Nodes.Images() {
-		if img.GetDigest() == req.GetDigest() {
-			for _, n := range img.GetNodes() {
-				nodes[n] = true
-			}
+	if req.GetDigest() == "" {
+		return nil, errs.New(errs.InvalidField, "digest: name an image by its digest").With("field", "digest")
+	}
+	found := false
+	var refused error // the first: the other nodes are asked all the same
+	for _, v := range s.cfg.Nodes.Views() {
+		if !v.Online {
+			continue
+		}
+		there, err := s.removeImage(ctx, id.Tenant, v.Name, req.GetDigest())
+		found = found || there
+		if err != nil && refused == nil {
+			refused = errs.From(err).With("node", v.Name)
 		}
 	}
-	if len(nodes) == 0 {
+	if refused != nil {
+		return nil, refused
+	}
+	if !found {
 		return nil, errs.New(errs.ObjectNotFound, "no node that is online has image %q", req.GetDigest()).With("kind", "image").With("digest", req.GetDigest())
 	}
-	for _, node := range slices.Sorted(maps.Keys(nodes)) {
-		c := operations.Command{ID: "remove-image/" + uid.New(), Tenant: id.Tenant, RequestID: obs.RequestID(ctx)}
-		if err := s.cfg.Agents.RemoveImage(ctx, node, c, req.GetDigest()); err != nil {
-			return nil, errs.From(err).With("node", node)
-		}
-	}
 	return &dormousev1.DeleteImageResponse{}, nil
+}
+
+// removeImage removes an image from a node and tells whether it was there. The node itself is asked: what
+// it said with its last heartbeat may be old.
+func (s imageService) removeImage(ctx context.Context, tenant, node, digest string) (bool, error) {
+	inv, _, err := s.cfg.Agents.Inventory(ctx, node)
+	if err != nil {
+		return false, err
+	}
+	if !slices.ContainsFunc(inv.GetImages(), func(i *dormousev1.Image) bool { return i.GetDigest() == digest }) {
+		return false, nil
+	}
+	c := operations.Command{ID: "remove-image/" + uid.New(), Tenant: tenant, RequestID: obs.RequestID(ctx)}
+	if err := s.cfg.Agents.RemoveImage(ctx, node, c, digest); err != nil {
+		return true, err
+	}
+	s.cfg.Nodes.ForgetImage(node, digest)
+	return true, nil
 }
 
 type operationService struct {

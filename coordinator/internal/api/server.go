@@ -19,8 +19,10 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -40,12 +42,16 @@ type Store interface {
 type Nodes interface {
 	Views() []sessions.View
 	Images() []*dormousev1.Image
+	// LearnImage and ForgetImage tell of what changed on a node, ahead of its next heartbeat.
+	LearnImage(node string, img *dormousev1.Image)
+	ForgetImage(node, digest string)
 }
 
 // Agents is what is asked of nodes beside operations.
 type Agents interface {
 	PullImage(ctx context.Context, node string, c operations.Command, reference string, progress func(*dormousev1.PullProgress) error) (*dormousev1.Image, error)
 	RemoveImage(ctx context.Context, node string, c operations.Command, digest string) error
+	Inventory(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
 	Processes(ctx context.Context, node string, f func(context.Context, dormousev1.ProcessServiceClient) error) error
 }
 

@@ -286,6 +286,25 @@ func (r *Registry) Images() []*dormousev1.Image {
 	return all
 }
 
+// LearnImage adds an image that a node has now, ahead of its next heartbeat.
+func (r *Registry) LearnImage(name string, img *dormousev1.Image) {
+	r.ForgetImage(name, img.GetDigest())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := r.nodes[name]; n != nil && n.session != nil {
+		n.images = append(n.images, img)
+	}
+}
+
+// ForgetImage takes out an image that a node no longer has.
+func (r *Registry) ForgetImage(name, digest string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := r.nodes[name]; n != nil {
+		n.images = slices.DeleteFunc(slices.Clone(n.images), func(i *dormousev1.Image) bool { return i.GetDigest() == digest })
+	}
+}
+
 // lead gives the term in force and counts the caller as one of its sessions.
 func (r *Registry) lead() (*term, error) {
 	r.mu.Lock()
