@@ -35,7 +35,7 @@ func lookupUser(spec string, passwd, group []byte) (account, *failure) {
 	})
 	if !found {
 		if !numeric {
-			return acc, fail("USER_NOT_FOUND", "the image has no user of this name; use one from its /etc/passwd, or a number").with("user", spec)
+			return acc, fail("USER_NOT_FOUND", "the image has no user of this name; use one from its /etc/passwd, or a number").of("user", spec)
 		}
 		acc.cred.Uid = uint32(uid)
 	}
@@ -45,7 +45,7 @@ func lookupUser(spec string, passwd, group []byte) (account, *failure) {
 	if hasGroup {
 		gid, ok := lookupGroup(grp, group)
 		if !ok {
-			return acc, fail("USER_NOT_FOUND", "the image has no group of this name; use one from its /etc/group, or a number").with("user", spec)
+			return acc, fail("USER_NOT_FOUND", "the image has no group of this name; use one from its /etc/group, or a number").of("user", spec)
 		}
 		acc.cred.Gid = gid
 		return acc, nil
