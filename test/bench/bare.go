@@ -1,0 +1,291 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"syscall"
+	"time"
+
+	"github.com/google/uuid"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// bare calls the runsc of a bundle with nothing around it.
+type bare struct {
+	dir    string // everything of it is below
+	runsc  string
+	flags  []string
+	cgroup string
+	env    []string
+}
+
+// record is the part of the runtime driver's record that tells how it calls runsc.
+type record struct {
+	BundleDir string   `json:"bundle_dir"`
+	Flags     []string `json:"flags"`
+}
+
+// newBare takes bundle and flags from a sandbox of node 1 that runs.
+func (b *bench) newBare(uid string) (*bare, error) {
+	var rec record
+	if err := readJSON(filepath.Join(b.state(), "runsc", "launch", uid+".json"), &rec); err != nil {
+		return nil, err
+	}
+	dir := filepath.Join(b.cluster.Dir, "bare")
+	for _, d := range []string{filepath.Join(dir, "state"), filepath.Join(dir, "boxes"), filepath.Join(dir, "images")} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	return &bare{
+		dir: dir, runsc: filepath.Join(rec.BundleDir, "runsc"), flags: rec.Flags, cgroup: b.cluster.CgroupParent(1),
+		// The mark by which the stack ends what a killed benchmark leaves.
+		env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "DORMOUSE_STACK=" + b.cluster.ID},
+	}, nil
+}
+
+// spec reads the OCI spec that agentd made for one of its sandboxes.
+func (b *bench) spec(uid string) (*specs.Spec, error) {
+	var spec specs.Spec
+	err := readJSON(filepath.Join(b.state(), "sandboxes", uid, "spec.json"), &spec)
+	return &spec, err
+}
+
+func readJSON(path string, v any) error {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal(data, v)
+}
+
+// box is a bare sandbox, prepared before the clock starts.
+type box struct {
+	*bare
+	id, folder string
+	netns      int
+	fifos      []int // for the sandbox alone
+	in, out    int   // this side's
+}
+
+// prepare makes all that the product has ready or that is not runsc's work.
+func (b *bare) prepare(spec *specs.Spec) (_ *box, err error) {
+	x := &box{bare: b, id: uuid.NewString(), netns: -1, in: -1, out: -1}
+	x.folder = filepath.Join(b.dir, "boxes", x.id)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, x.close())
+		}
+	}()
+	if err := os.Mkdir(x.folder, 0o700); err != nil {
+		return nil, err
+	}
+	if x.netns, err = newNamespace(); err != nil {
+		return nil, err
+	}
+	mine := *spec
+	linux := *spec.Linux
+	linux.CgroupsPath = filepath.Join(b.cgroup, x.id)
+	linux.Namespaces = append([]specs.LinuxNamespace(nil), spec.Linux.Namespaces...)
+	for i := range linux.Namespaces {
+		if linux.Namespaces[i].Type == specs.NetworkNamespace {
+			linux.Namespaces[i].Path = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), x.netns)
+		}
+	}
+	mine.Linux = &linux
+	data, err := json.Marshal(&mine)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(filepath.Join(x.folder, "config.json"), data, 0o600); err != nil {
+		return nil, err
+	}
+	for _, name := range []string{"in", "out", "err"} {
+		path := filepath.Join(x.folder, name)
+		if err := unix.Mkfifo(path, 0o600); err != nil {
+			return nil, err
+		}
+		fd, err := openFIFO(path)
+		if err != nil {
+			return nil, err
+		}
+		x.fifos = append(x.fifos, fd)
+	}
+	if x.in, err = openFIFO(filepath.Join(x.folder, "in")); err != nil {
+		return nil, err
+	}
+	if x.out, err = openFIFO(filepath.Join(x.folder, "out")); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+func openFIFO(path string) (int, error) {
+	return unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+}
+
+func (x *box) close() error {
+	for _, fd := range append(x.fifos, x.netns, x.in, x.out) {
+		if fd >= 0 {
+			_ = unix.Close(fd) // only held
+		}
+	}
+	return os.RemoveAll(x.folder)
+}
+
+// start runs the sandbox and gives the time until runsc was done and until guest init had answered.
+func (x *box) start(ctx context.Context) (started, answered time.Duration, err error) {
+	return x.launch(ctx, 1, "run", "-detach")
+}
+
+// restore is start from an image.
+func (x *box) restore(ctx context.Context, image string) (started, answered time.Duration, err error) {
+	return x.launch(ctx, 1<<30, "restore", "-detach", "-image-path="+image)
+}
+
+func (x *box) launch(ctx context.Context, generation uint64, args ...string) (started, answered time.Duration, err error) {
+	began := time.Now()
+	// A restore replays nothing from a FIFO that its sandbox never had, so the hello may wait in both cases.
+	if _, err := unix.Write(x.in, hello(x.id, generation)); err != nil {
+		return 0, 0, fmt.Errorf("hello: %w", err)
+	}
+	args = append(args, "-bundle="+x.folder, x.id)
+	if err := x.call(ctx, x.fifos, args...); err != nil {
+		return 0, 0, err
+	}
+	started = time.Since(began)
+	fds := []unix.PollFd{{Fd: int32(x.out), Events: unix.POLLIN}}
+	for {
+		n, err := unix.Poll(fds, 30_000)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil || n == 0 {
+			return 0, 0, fmt.Errorf("guest init of the bare sandbox did not answer: %w", err)
+		}
+		return started, time.Since(began), nil
+	}
+}
+
+// remove ends the sandbox and takes away what prepare made.
+func (x *box) remove(ctx context.Context) error {
+	return errors.Join(x.call(ctx, nil, "delete", "-force", x.id), x.close())
+}
+
+// call runs runsc. It takes its own output by a file: a sandbox would hold a pipe open.
+func (b *bare) call(ctx context.Context, stdio []int, args ...string) error {
+	return callRunsc(ctx, b.runsc, filepath.Join(b.dir, "state"), b.flags, b.env, stdio, args...)
+}
+
+func callRunsc(ctx context.Context, runsc, root string, flags, env []string, stdio []int, args ...string) error {
+	log, err := os.CreateTemp("", "bench-runsc-")
+	if err != nil {
+		return err
+	}
+	defer func() { _, _ = log.Close(), os.Remove(log.Name()) }()
+	all := append([]string{"--root=" + root, "--log-fd=3", "--gofer-network-namespace=new"}, flags...)
+	cmd := exec.CommandContext(ctx, runsc, append(all, args...)...)
+	cmd.Env, cmd.Dir = env, "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	cmd.ExtraFiles = []*os.File{log}
+	if stdio != nil {
+		// By descriptor, in a process of its own: an os.File would make the FIFO blocking for the sentry too.
+		return startRaw(cmd, stdio, log)
+	}
+	cmd.Stdout, cmd.Stderr = log, log
+	if err := cmd.Run(); err != nil {
+		return said(args[0], err, log)
+	}
+	return nil
+}
+
+// startRaw runs the command with raw descriptors as its stdio and waits for it.
+func startRaw(cmd *exec.Cmd, stdio []int, log *os.File) error {
+	files := make([]uintptr, 0, 4)
+	for _, fd := range stdio {
+		files = append(files, uintptr(fd))
+	}
+	raw, err := unix.Dup(int(log.Fd()))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(raw) }()
+	proc, err := forkExec(cmd, append(files, uintptr(raw)))
+	if err != nil {
+		return err
+	}
+	state, err := proc.Wait()
+	if err == nil && !state.Success() {
+		err = errors.New(state.String())
+	}
+	if err != nil {
+		return said(cmd.Args[len(cmd.Args)-1], err, log)
+	}
+	return nil
+}
+
+func said(what string, err error, log *os.File) error {
+	data, _ := os.ReadFile(log.Name())
+	if len(data) > 2000 {
+		data = data[len(data)-2000:]
+	}
+	return fmt.Errorf("bare runsc %s: %w: %s", what, err, bytes.TrimSpace(data))
+}
+
+// newNamespace makes a network namespace with loopback up, as agentd keeps them ready.
+func newNamespace() (int, error) {
+	type result struct {
+		fd  int
+		err error
+	}
+	done := make(chan result, 1)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends here
+		fd, err := namespaceOnThread()
+		done <- result{fd, err}
+	}()
+	r := <-done
+	return r.fd, r.err
+}
+
+func namespaceOnThread() (int, error) {
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		return -1, fmt.Errorf("unshare: %w", err)
+	}
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		return -1, err
+	}
+	if err := netlink.LinkSetUp(lo); err != nil {
+		return -1, err
+	}
+	return unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+}
+
+// hello is the first frame of proto/dormouse/guest/v1: header, then min_version 1, max_version 1, the uid.
+func hello(uid string, generation uint64) []byte {
+	payload := append([]byte{1 << 3, 1, 2 << 3, 1, 3<<3 | 2, byte(len(uid))}, uid...)
+	table := crc32.MakeTable(crc32.Castagnoli)
+	h := make([]byte, 40, 40+len(payload))
+	copy(h, []byte{0xD3, 'M', 0x9C, 's', 1, 0})
+	le := binary.LittleEndian
+	le.PutUint16(h[6:], 1)
+	le.PutUint32(h[8:], uint32(len(payload)))
+	le.PutUint32(h[12:], 1)
+	le.PutUint64(h[16:], generation)
+	le.PutUint64(h[24:], 1)
+	le.PutUint32(h[32:], crc32.Checksum(h[:32], table))
+	le.PutUint32(h[36:], crc32.Checksum(payload, table))
+	return append(h, payload...)
+}

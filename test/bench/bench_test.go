@@ -1,0 +1,68 @@
+package bench
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestSample(t *testing.T) {
+	var s Sample
+	if s.Median() != 0 {
+		t.Error("an empty sample has a median")
+	}
+	for i := range 100 {
+		s.add(time.Duration(100-i) * time.Millisecond)
+	}
+	if s.Median() != 51 || s.at(0.95) != 96 || s.at(1) != 100 || s[0] != 100 {
+		t.Errorf("median %v, p95 %v, most %v, first %v", s.Median(), s.at(0.95), s.at(1), s[0])
+	}
+}
+
+func TestVerdicts(t *testing.T) {
+	for _, tc := range []struct {
+		row  Row
+		want string
+	}{
+		{Row{Value: 1.25, AtMost: 1.25}, "met"},
+		{Row{Value: 1.26, AtMost: 1.25}, "**missed**"},
+		{Row{Value: 0.85, AtLeast: 0.85}, "met"},
+		{Row{Value: 0.84, AtLeast: 0.85}, "**missed**"},
+		{Row{Value: 3}, ""},
+	} {
+		if got := tc.row.verdict(); got != tc.want {
+			t.Errorf("%+v: %q, want %q", tc.row, got, tc.want)
+		}
+	}
+}
+
+func TestReportKeepsOtherResults(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"memory", "start", "memory"} {
+		r := Result{Name: name, When: time.Unix(0, 0).UTC(), Rows: []Row{{What: "what of " + name, Value: 1, Unit: "x", AtMost: 2}}}
+		if err := save(dir, r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	data, err := os.ReadFile(filepath.Join(dir, "RESULTS.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := string(data)
+	if strings.Count(text, "what of memory") != 1 || strings.Index(text, "## start") > strings.Index(text, "## memory") || !strings.Contains(text, "| at most 2 x | met |") {
+		t.Errorf("report:\n%s", text)
+	}
+}
+
+func TestEveryNameHasABenchmark(t *testing.T) {
+	if len(functions) != len(names) {
+		t.Errorf("%d benchmarks, %d names", len(functions), len(names))
+	}
+	for _, n := range Names() {
+		if functions[n] == nil {
+			t.Errorf("no benchmark %q", n)
+		}
+	}
+}

@@ -1,0 +1,127 @@
+package bench
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// restores is a snapshot that is restored both ways.
+type restores struct {
+	*bench
+	floor *bare
+	spec  *specs.Spec
+	snap  *client.Snapshot
+	image string
+}
+
+// benchRestore compares RestoreSandbox with runsc restore of the same image, in and out of the page cache.
+func benchRestore(ctx context.Context, b *bench) ([]Row, error) {
+	all, err := b.filled(ctx, 1, heapMiB, fileMiB)
+	if err != nil {
+		return nil, err
+	}
+	r := &restores{bench: b}
+	if r.floor, err = b.newBare(all[0].UID); err != nil {
+		return nil, err
+	}
+	if r.snap, err = all[0].Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{}); err != nil {
+		return nil, err
+	}
+	r.image = filepath.Join(b.state(), "snapshots", r.snap.UID)
+	model, err := r.snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{})
+	if err != nil {
+		return nil, err
+	}
+	if r.spec, err = b.spec(model.UID); err != nil {
+		return nil, err
+	}
+	if err := deleteAll(ctx, append(all, model)); err != nil {
+		return nil, err
+	}
+	var warm, cold [3]Sample
+	var ignored [3]Sample
+	if err := r.both(ctx, &ignored, false); err != nil {
+		return nil, err
+	}
+	for range b.times(20) {
+		if err := r.both(ctx, &warm, false); err != nil {
+			return nil, err
+		}
+	}
+	for range b.times(8) {
+		if err := r.both(ctx, &cold, true); err != nil {
+			return nil, err
+		}
+	}
+	what := fmt.Sprintf("restore of %d MiB heap + %d MiB file to Running", heapMiB, fileMiB)
+	return []Row{
+		ratio(what+"; bare `runsc restore` until guest init answers", warm[0], warm[2], 1.25),
+		ratio("the same; bare until `runsc restore -detach` returns", warm[0], warm[1], 0),
+		ratio("the same, pages not in the page cache; bare until guest init answers", cold[0], cold[2], 0),
+	}, r.snap.Delete(ctx, "")
+}
+
+// both restores and removes one sandbox each way: the product's time, bare's until runsc was done and
+// until guest init had answered.
+func (r *restores) both(ctx context.Context, into *[3]Sample, cold bool) error {
+	if cold {
+		if err := dropPages(r.image); err != nil {
+			return err
+		}
+	}
+	began := time.Now()
+	s, err := r.snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{})
+	if err != nil {
+		return err
+	}
+	into[0].add(time.Since(began))
+	if err := s.Delete(ctx, ""); err != nil {
+		return err
+	}
+	if cold {
+		if err := dropPages(r.image); err != nil {
+			return err
+		}
+	}
+	x, err := r.floor.prepare(r.spec)
+	if err != nil {
+		return err
+	}
+	started, answered, err := x.restore(ctx, r.image)
+	if err != nil {
+		return err
+	}
+	into[1].add(started)
+	into[2].add(answered)
+	return x.remove(ctx)
+}
+
+// dropPages takes the files of a folder out of the page cache.
+func dropPages(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		f, err := os.Open(filepath.Join(dir, e.Name()))
+		if err != nil {
+			return err
+		}
+		err = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
+		_ = f.Close()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
