@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"strings"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/guest"
@@ -79,9 +80,32 @@ func (c *channel) ProcessTable(ctx context.Context) ([]checkpoint.ProcessEntry, 
 	if err != nil {
 		return nil, err
 	}
-	out := make([]checkpoint.ProcessEntry, len(all))
-	for i, p := range all {
-		out[i] = checkpoint.ProcessEntry{ID: p.ID, Pid: int32(p.PID), Argv: p.Args, StartTime: p.StartTime, Main: p.Main, Ended: p.Exit != nil}
+	out := make([]checkpoint.ProcessEntry, min(len(all), tableProcesses))
+	for i := range out {
+		p := all[i]
+		out[i] = checkpoint.ProcessEntry{ID: p.ID[:min(len(p.ID), tableID)], Pid: int32(p.PID), Argv: shortened(p.Args), StartTime: p.StartTime, Main: p.Main, Ended: p.Exit != nil}
 	}
 	return out, nil
+}
+
+// Bounds of a manifest's process table, which is for people: what a guest can make of it must not make a
+// manifest that nobody reads.
+const (
+	tableProcesses = 1280
+	tableID        = 64
+	tableArgs      = 256 // bytes
+)
+
+// shortened gives the arguments up to so many bytes.
+func shortened(args []string) []string {
+	var out []string
+	for left := tableArgs; len(args) > 0 && left > 0; args = args[1:] {
+		arg := args[0]
+		if len(arg) > left {
+			arg = strings.ToValidUTF8(arg[:left], "") + "..."
+		}
+		out = append(out, arg)
+		left -= max(len(args[0]), 1)
+	}
+	return out
 }

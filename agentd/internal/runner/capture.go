@@ -104,6 +104,10 @@ func (o *owner) manifest(ctx context.Context, snap *nodestate.Snapshot) (*checkp
 	look, cancel := context.WithTimeout(ctx, recordTimeout)
 	defer cancel()
 	processes, err := g.ProcessTable(look)
+	if err != nil && ctx.Err() == nil && look.Err() != nil {
+		// The time was ours, not the caller's: a guest that does not answer is no reason to ask for ever.
+		err = errs.Wrap(err, errs.GuestSilent, "guest init of sandbox %s did not list its processes within %s", o.uid, recordTimeout).With("uid", o.uid)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,66 @@
+package runner
+
+import (
+	"context"
+	"testing"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+)
+
+func TestCommandsRunOnce(t *testing.T) {
+	a := newWorld(t).boot()
+	session := nodestate.Epochs{Session: 7}
+	c := NewCommands(a.store, func() fence.Epoch { return session.Session })
+	defer c.Close()
+	runs := 0
+	run := func(context.Context) ([]byte, error) { runs++; return []byte("done"), nil }
+	cmd := Command{Coordinator: 3, Session: 7, ID: "x", Kind: "k", Digest: "d"}
+	for range 2 {
+		got, err := c.Do(ctx(t), cmd, run)
+		if err != nil || string(got) != "done" || runs != 1 {
+			t.Fatalf("%q %v after %d runs", got, err, runs)
+		}
+	}
+	other := cmd
+	other.Digest = "e"
+	wantReason(t, second(c.Do(ctx(t), other, run)), errs.OperationBodyMismatch)
+	stale := Command{Coordinator: 2, Session: 7, ID: "y", Kind: "k"}
+	wantReason(t, second(c.Do(ctx(t), stale, run)), errs.Fenced)
+	wantReason(t, second(c.Do(ctx(t), Command{Coordinator: 9, Session: 6, ID: "y", Kind: "k"}, run)), errs.Fenced)
+	if e, err := a.store.Epochs(); err != nil || e.Coordinator != 9 {
+		t.Fatalf("the newer epoch was not persisted first: %v %v", e, err)
+	}
+	// A failure that is final is kept; one that may pass is not.
+	cmd.Coordinator = 9
+	for reason, kept := range map[errs.Reason]int{errs.ImageNotFound: 1, errs.DiskFull: 2} {
+		runs = 0
+		cmd.ID = string(reason)
+		for range 2 {
+			_, err := c.Do(ctx(t), cmd, func(context.Context) ([]byte, error) { runs++; return nil, errs.New(reason, "no") })
+			wantReason(t, err, reason)
+		}
+		if runs != kept {
+			t.Errorf("%s ran %d times, want %d", reason, runs, kept)
+		}
+	}
+	// A caller that goes away loses nothing.
+	cmd.ID = "gone"
+	call, cancel := context.WithCancel(ctx(t))
+	release := make(chan struct{})
+	first := make(chan error, 1)
+	go func() {
+		first <- second(c.Do(call, cmd, func(work context.Context) ([]byte, error) {
+			cancel()
+			<-release
+			return []byte("late"), work.Err()
+		}))
+	}()
+	wantReason(t, <-first, errs.CallCancelled)
+	close(release)
+	got, err := c.Do(ctx(t), cmd, run)
+	if err != nil || string(got) != "late" {
+		t.Fatalf("%q %v", got, err)
+	}
+}
