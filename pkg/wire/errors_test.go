@@ -208,7 +208,8 @@ func TestEveryReasonRoundTripsThroughGRPCAndREST(t *testing.T) {
 	}
 }
 
-// restStream checks a stream that fails before its first message, and one that fails after two.
+// restStream checks a stream that fails before its first message, which is answered as any other call, and
+// one that fails after two, whose last line has the error.
 func restStream(t *testing.T, b *bench, want *errs.Error, wantHTTP int) {
 	t.Helper()
 	for sent, url := range map[int]string{0: "/v1/sandboxes:watch", 2: "/v1/sandboxes:watch?after_sequence=2"} {
@@ -228,9 +229,13 @@ func restStream(t *testing.T, b *bench, want *errs.Error, wantHTTP int) {
 		if sent == 0 && resp.StatusCode != wantHTTP {
 			t.Errorf("stream: HTTP code %d, want %d", resp.StatusCode, wantHTTP)
 		}
-		var last struct{ Error json.RawMessage }
+		last := struct{ Error json.RawMessage }{json.RawMessage(lines[sent])}
 		p := &dormousev1.Error{}
-		if err := json.Unmarshal([]byte(lines[sent]), &last); err != nil || protojson.Unmarshal(last.Error, p) != nil {
+		if sent > 0 {
+			last.Error = nil
+			err = json.Unmarshal([]byte(lines[sent]), &last)
+		}
+		if err != nil || protojson.Unmarshal(last.Error, p) != nil {
 			t.Fatalf("the last line is no envelope: %s", lines[sent])
 		}
 		if d := cmp.Diff(want, ErrorFromProto(p), same); d != "" {

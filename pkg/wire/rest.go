@@ -70,7 +70,10 @@ func RESTHandler(gateway http.Handler) http.Handler {
 }
 
 // exchange carries a typed error around the gateway's code, which keeps only an error's text.
-type exchange struct{ err *errs.Error }
+type exchange struct {
+	err    *errs.Error
+	stream bool // the error is of a stream
+}
 
 type exchangeKey struct{}
 
@@ -86,19 +89,30 @@ type restBody struct {
 	x *exchange
 }
 
-// restWriter corrects the HTTP code of an error that comes before a stream's first message.
+// restWriter answers an error that comes before a stream's first message as that of any other call: with its
+// HTTP code and the envelope, where the gateway has a code of its own and a last line.
 type restWriter struct {
 	http.ResponseWriter
-	x *exchange
+	x        *exchange
+	answered bool
 }
 
 func (w *restWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 func (w *restWriter) WriteHeader(code int) {
-	if code >= http.StatusBadRequest && w.x.err != nil {
-		code = HTTPCode(w.x.err)
+	if code >= http.StatusBadRequest && w.x.stream {
+		w.answered = true
+		writeError(w.ResponseWriter, w.x.err)
+		return
 	}
 	w.ResponseWriter.WriteHeader(code)
+}
+
+func (w *restWriter) Write(b []byte) (int, error) {
+	if w.answered {
+		return len(b), nil
+	}
+	return w.ResponseWriter.Write(b)
 }
 
 func restError(ctx context.Context, _ *runtime.ServeMux, _ runtime.Marshaler, w http.ResponseWriter, r *http.Request, err error) {
@@ -132,7 +146,8 @@ func gatewayError(err error) *errs.Error {
 func restStreamError(ctx context.Context, err error) *status.Status {
 	e := gatewayError(err)
 	e = e.WithRequest(ownID(e, obs.RequestID(ctx)), "")
-	exchangeOf(ctx).err = e
+	x := exchangeOf(ctx)
+	x.err, x.stream = e, true
 	return ToStatus(e, "", "")
 }
 
