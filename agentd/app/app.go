@@ -19,7 +19,8 @@
 //
 // # Goroutines
 //
-// Serve owns one for each listener, one for the admin socket and one for the session, and waits for all of them.
+// Serve owns one for each listener, one for the admin socket, one for the session and one that makes room on the
+// images' disk, and waits for all of them.
 // The parts own theirs, and end them in Close.
 package app
 

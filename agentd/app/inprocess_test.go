@@ -2,12 +2,14 @@ package app
 
 import (
 	"context"
+	"errors"
 	"io"
 	"log/slog"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -104,4 +106,49 @@ func TestServeStopsInOrderAndLeavesSandboxes(t *testing.T) {
 	b.doctor()
 	_, err = b.agent.DeleteSandbox(ctx(t), &nodev1.DeleteSandboxRequest{Command: b.cmd(), Uid: uid.New()})
 	must(t, err)
+}
+
+// TestI04RoomIsMadeFromWhatNobodyHolds: under disk pressure an image that a sandbox needs stays, and goes once
+// it is needed no more.
+func TestI04RoomIsMadeFromWhatNobodyHolds(t *testing.T) {
+	b := newBench(t)
+	stream, err := b.agent.PullImage(ctx(t), &nodev1.PullImageRequest{Command: b.cmd(), Reference: b.image})
+	must(t, err)
+	var steps []string
+	for {
+		msg, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		must(t, err)
+		if p := msg.GetProgress(); p != nil && !slices.Contains(steps, p.GetStep()) {
+			steps = append(steps, p.GetStep())
+		}
+	}
+	if len(steps) == 0 || steps[len(steps)-1] != "done" {
+		t.Errorf("progress was %v", steps)
+	}
+	box := b.start()
+	must(t, b.stack.StopAgentd(ctx(t), 1))
+	cfg := Defaults()
+	must(t, config.LoadFile(b.stack.AgentdConfig(1), &cfg))
+	cfg.Layers.Mkfs, cfg.Reserve.Disk = "/proc/self/exe", 1<<60
+	a, err := New(ctx(t), cfg, slog.New(slog.DiscardHandler))
+	must(t, err)
+	images := func() int {
+		all, err := a.images.List(ctx(t))
+		must(t, err)
+		return len(all)
+	}
+	a.makeRoom(ctx(t))
+	if images() != 1 {
+		t.Error("an image was removed under a sandbox")
+	}
+	must(t, a.reconcile(ctx(t)))
+	must(t, a.run.Delete(ctx(t), box.GetUid()))
+	a.makeRoom(ctx(t))
+	if images() != 0 {
+		t.Error("an image that nobody holds is kept on a full disk")
+	}
+	must(t, a.Close())
 }

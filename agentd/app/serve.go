@@ -64,14 +64,15 @@ func (a *App) Serve(ctx context.Context) error {
 	}
 	group.Go(func() { failed("node API", nodeServer.Serve(nodeListener)) })
 	group.Go(func() { failed("debug socket", debugServer.Serve(debugListener)) })
-	sessionCtx, endSession := context.WithCancel(ctx)
-	var sessionDone sync.WaitGroup
-	sessionDone.Go(func() { a.session.Run(sessionCtx) })
+	backgroundCtx, endBackground := context.WithCancel(ctx)
+	var background sync.WaitGroup
+	background.Go(func() { a.session.Run(backgroundCtx) })
+	background.Go(func() { a.housekeep(backgroundCtx) })
 	a.log.InfoContext(ctx, "serving", "listen", nodeListener.Addr().String(), "debug", a.cfg.DebugSocket(), "bundle", a.bundles.Current().Digest)
 
 	<-ctx.Done()
-	endSession()
-	sessionDone.Wait()
+	endBackground()
+	background.Wait()
 	drain(nodeServer, debugServer)
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
