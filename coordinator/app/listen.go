@@ -56,13 +56,45 @@ func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenti
 		if err != nil {
 			return err
 		}
-		srv := grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(files.Server(pki.RoleNode))),
+		opts := append([]grpc.ServerOption{grpc.ChainStreamInterceptor(keepRaw)}, around.Options()...)
+		srv := grpc.NewServer(append(opts, grpc.ChainStreamInterceptor(readRaw), grpc.Creds(credentials.NewTLS(files.Server(pki.RoleNode))),
 			grpc.MaxRecvMsgSize(maxNodeMessage), alive(), lenient())...)
 		nodev1.RegisterSessionServiceServer(srv, a.registry)
 		a.serveGRPC("node", l, srv)
 	}
 	return nil
 }
+
+// The reader of a session outlives its handler by a moment: gRPC ends it only when the handler has
+// returned. So it must not read through the interceptors in between, which are done by then. keepRaw,
+// before them, keeps the stream itself, and readRaw, after them, reads from it.
+func keepRaw(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+	return next(srv, &rawStream{ss, context.WithValue(ss.Context(), rawKey{}, ss)})
+}
+
+func readRaw(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+	raw, ok := ss.Context().Value(rawKey{}).(grpc.ServerStream)
+	if !ok {
+		return next(srv, ss)
+	}
+	return next(srv, &sessionStream{ss, raw})
+}
+
+type rawKey struct{}
+
+type rawStream struct {
+	grpc.ServerStream
+	ctx context.Context //nolint:containedctx // the interface of gRPC asks for it
+}
+
+func (s *rawStream) Context() context.Context { return s.ctx }
+
+type sessionStream struct {
+	grpc.ServerStream
+	raw grpc.ServerStream
+}
+
+func (s *sessionStream) RecvMsg(m any) error { return s.raw.RecvMsg(m) }
 
 // public makes a server of the public API.
 func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, opts ...grpc.ServerOption) *grpc.Server {
