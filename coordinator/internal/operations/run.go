@@ -33,7 +33,7 @@ func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Ope
 		}
 		switch sb.Status.Phase {
 		case sandbox.Pending:
-			err = e.placeSandbox(ctx, t, sb, began)
+			err = e.placeSandbox(ctx, callCtx, t, sb, began)
 		case sandbox.Starting:
 			err = e.startOnNode(ctx, callCtx, t, sb, fin)
 		case sandbox.Deleting:
@@ -92,8 +92,9 @@ func (e *Engine) interrupt(ctx context.Context, uid string) error {
 	}
 }
 
-// placeSandbox decides where, and commits Starting there before the node is told.
-func (e *Engine) placeSandbox(ctx context.Context, t *task, sb *records.Sandbox, since time.Time) error {
+// placeSandbox decides where, and commits Starting there before the node is told. A deletion ends the wait
+// for a node.
+func (e *Engine) placeSandbox(ctx, callCtx context.Context, t *task, sb *records.Sandbox, since time.Time) error {
 	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
 	for _, a := range sb.Attachments {
 		rec, err := e.cfg.Catalog.Get(ctx, records.VolumeKey(sb.Tenant, a.VolumeUID))
@@ -113,7 +114,7 @@ func (e *Engine) placeSandbox(ctx context.Context, t *task, sb *records.Sandbox,
 		}
 		req.Artefact = append([]string{}, snap.Status.Nodes...)
 	}
-	node, err := e.place(ctx, sb.UID, req, since, func(why string) error {
+	node, err := e.place(callCtx, sb.UID, req, since, func(why string) error {
 		_, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
 			if sb.Status.Phase != sandbox.Pending {
 				return nil, errNothing
