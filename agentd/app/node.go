@@ -215,15 +215,13 @@ func (n *node) Heartbeat(ctx context.Context) (*nodev1.Heartbeat, error) {
 
 // Due gives what the coordinator has not acknowledged.
 func (n *node) Due(context.Context) ([]*nodev1.SandboxObservation, error) {
-	all, err := n.state.Sandboxes()
+	all, err := n.state.Unreported()
 	if err != nil {
 		return nil, err
 	}
 	var due []*nodev1.SandboxObservation
 	for _, rec := range all {
-		if rec.Observation > rec.Acked {
-			due = append(due, observed(rec).Proto())
-		}
+		due = append(due, observed(rec).Proto())
 	}
 	return due, nil
 }

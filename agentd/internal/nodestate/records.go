@@ -130,6 +130,8 @@ func (s *Store) RemoveVolume(uid string) error { return s.remove(bucketVolumes, 
 
 // PutSandbox writes a record as a whole. The observation counter must not go down.
 func (s *Store) PutSandbox(rec Sandbox) error {
+	// Also after an error: the write may be applied.
+	defer s.reports.changed(rec.UID)
 	return s.update(func(tx *bolt.Tx) error {
 		b := tx.Bucket(bucketSandboxes)
 		if old := b.Get([]byte(rec.UID)); old != nil {
@@ -143,26 +145,6 @@ func (s *Store) PutSandbox(rec Sandbox) error {
 			rec.Acked = max(rec.Acked, was.Acked)
 		}
 		return put(b, rec.UID, rec)
-	})
-}
-
-// AckSandbox notes that the coordinator took an observation. Unknown uids are nil.
-func (s *Store) AckSandbox(uid string, observation uint64) error {
-	return s.update(func(tx *bolt.Tx) error {
-		b := tx.Bucket(bucketSandboxes)
-		old := b.Get([]byte(uid))
-		if old == nil {
-			return nil
-		}
-		var rec Sandbox
-		if err := decode(old, &rec, "sandbox", uid); err != nil {
-			return err
-		}
-		if rec.Acked >= observation {
-			return nil
-		}
-		rec.Acked = min(observation, rec.Observation)
-		return put(b, uid, rec)
 	})
 }
 

@@ -52,6 +52,7 @@ type Store struct {
 	db       *bolt.DB
 	commands int
 	now      func() time.Time
+	reports  reports
 }
 
 // Open opens or makes the file, takes its lock, checks it and migrates it.
@@ -73,14 +74,27 @@ func Open(opts Options) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{db: db, commands: opts.Commands, now: opts.Now}
-	if err := migrate(db, opts.Node, Version, migrations); err != nil {
+	err = migrate(db, opts.Node, Version, migrations)
+	if err == nil {
+		err = s.recallReports()
+	}
+	if err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
 	return s, nil
 }
 
-// Close lets go of the file. Idempotent.
-func (s *Store) Close() error { return s.db.Close() }
+// Close writes what waits and lets go of the file. Idempotent.
+func (s *Store) Close() error {
+	var err error
+	if len(s.reports.waiting()) > 0 {
+		err = s.update(func(*bolt.Tx) error { return nil })
+		if errs.Has(err, errs.ShuttingDown) {
+			err = nil // closed before
+		}
+	}
+	return errors.Join(err, s.db.Close())
+}
 
 // Path is the file's path.
 func (s *Store) Path() string { return s.db.Path() }
@@ -275,8 +289,19 @@ func (s *Store) view(fn func(*bolt.Tx) error) error {
 	return s.fail(s.db.View(fn))
 }
 
+// update is one transaction, with the acknowledgements that wait for one.
 func (s *Store) update(fn func(*bolt.Tx) error) error {
-	return s.fail(s.db.Update(fn))
+	acks := s.reports.waiting()
+	err := s.db.Update(func(tx *bolt.Tx) error {
+		if err := fn(tx); err != nil {
+			return err
+		}
+		return writeAcks(tx, acks)
+	})
+	if err == nil {
+		s.reports.written(acks)
+	}
+	return s.fail(err)
 }
 
 // fail gives foreign errors an envelope.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -79,6 +80,62 @@ func TestObservationNeverGoesDown(t *testing.T) {
 	if rec, err := s.Sandbox("a"); err != nil || rec.Acked != 3 {
 		t.Fatalf("%+v %v", rec, err)
 	}
+}
+
+func TestUnreported(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s.db")
+	s := open(t, path, Options{})
+	due := func(want ...string) {
+		t.Helper()
+		all, err := s.Unreported()
+		got := []string{}
+		for _, rec := range all {
+			got = append(got, rec.UID)
+		}
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("due: %v, %v, want %v", got, err, want)
+		}
+	}
+	put := func(uid string, observation uint64) {
+		t.Helper()
+		if err := s.PutSandbox(Sandbox{UID: uid, Observation: observation}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ack := func(uid string, observation uint64) {
+		t.Helper()
+		if err := s.AckSandbox(uid, observation); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put("b", 1)
+	put("a", 1)
+	put("silent", 0)
+	due("a", "b")
+	ack("a", 1)
+	due("b")
+	put("a", 2)
+	due("a", "b")
+	ack("a", 1) // late
+	due("a", "b")
+	ack("unknown", 7)
+	ack("a", 2)
+	ack("b", 1)
+	due()
+	if err := s.RemoveSandbox("b"); err != nil {
+		t.Fatal(err)
+	}
+	put("c", 1)
+	ack("c", 1)
+	due()
+	// What was acknowledged is in the file once it was closed.
+	if err := errors.Join(s.Close(), s.Close()); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, path, Options{})
+	due()
+	put("c", 2)
+	due("c")
 }
 
 func TestCoordinatorEpochNeverGoesDown(t *testing.T) {
