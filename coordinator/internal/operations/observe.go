@@ -2,6 +2,7 @@ package operations
 
 import (
 	"context"
+	"reflect"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -55,11 +56,11 @@ func (e *Engine) Observe(ctx context.Context, node string, o Observation) error 
 		if sb.Status.Node != node {
 			return nil, errs.New(errs.WrongPhase, "sandbox %s is not on node %s", o.UID, node).With("uid", o.UID).With("phase", string(sb.Status.Phase))
 		}
-		before := sb.Status.Phase
-		if !e.observe(sb, o) {
+		before := *sb
+		if !e.observe(sb, o) || nothingNew(before, *sb, o.Phase) {
 			return nil, errNothing
 		}
-		if before == sb.Status.Phase {
+		if before.Status.Phase == sb.Status.Phase {
 			return nil, nil
 		}
 		failed := sb.Status.Phase == sandbox.Failed
@@ -67,6 +68,17 @@ func (e *Engine) Observe(ctx context.Context, node string, o Observation) error 
 		return []catalog.Put{ev}, err
 	})
 	return err
+}
+
+// nothingNew tells whether an observation says no more than that a node has begun what it was told to do.
+// Not keeping its number saves a commit that would race with the one of the work's end, and loses
+// nothing: whatever the record does not say yet has a higher number.
+func nothingNew(before, after records.Sandbox, observed sandbox.Phase) bool {
+	if observed != sandbox.Starting && observed != sandbox.Deleting {
+		return false
+	}
+	before.Status.Observation = after.Status.Observation
+	return before.SourceSnapshot == after.SourceSnapshot && reflect.DeepEqual(before.Status, after.Status)
 }
 
 // Lost commits that a node came back without a sandbox that it had, if the record is still at
