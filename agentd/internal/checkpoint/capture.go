@@ -44,29 +44,48 @@ type Frozen struct {
 
 // Bounds of what happens although the caller's context may have ended.
 const (
-	resumeTimeout  = 60 * time.Second
+	resumeTimeout = 60 * time.Second
+	// quiesceTimeout is the guest's time to obey, and that to speak again.
 	quiesceTimeout = 10 * time.Second
+	// quickQuiesce is how much of it a guest gets while others wait for its turn to end.
+	quickQuiesce = time.Second
 )
 
 // Freeze quiesces the channel, pauses the sandbox, drains what is on its way, runs fn, and makes the
 // sandbox run and the channel speak again, whatever failed before. The error is fn's or that of a step;
 // a *NotResumedError is in it when the sandbox does not run.
 func Freeze(ctx context.Context, s Subject, fn func(ctx context.Context) error) (Frozen, error) {
+	return freeze(ctx, s, func(ctx context.Context) (func(), bool, error) {
+		return func() {}, true, quiesce(ctx, s.Channel, quiesceTimeout)
+	}, fn)
+}
+
+func quiesce(ctx context.Context, ch Channel, patience time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	return ch.Quiesce(ctx)
+}
+
+// freeze is Freeze with a way to quiesce. It tells whether the guest was asked at all, and gives what is to
+// be called as soon as the sandbox runs again.
+func freeze(ctx context.Context, s Subject, quiet func(context.Context) (leave func(), asked bool, err error), fn func(ctx context.Context) error) (Frozen, error) {
 	var frozen Frozen
-	quiesce, cancel := context.WithTimeout(ctx, quiesceTimeout)
-	err := s.Channel.Quiesce(quiesce)
-	cancel()
+	leave, asked, err := quiet(ctx)
+	if !asked {
+		return frozen, err
+	}
 	if err == nil {
 		frozen.At = time.Now()
 		err = whilePaused(ctx, s, fn)
 		frozen.For = time.Since(frozen.At)
+		leave()
 	}
-	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), resumeTimeout)
-	defer cancel()
 	var lost *NotResumedError
 	if errors.As(err, &lost) {
 		return frozen, err
 	}
+	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), quiesceTimeout)
+	defer cancel()
 	if resumeErr := s.Channel.Resume(after); resumeErr != nil && err == nil {
 		// The sandbox runs; a channel that does not answer is opened anew by who owns it.
 		err = resumeErr
@@ -114,12 +133,6 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 		return err
 	}
 	defer release()
-	select {
-	case c.slots <- struct{}{}:
-		defer func() { <-c.slots }()
-	case <-ctx.Done():
-		return errs.From(context.Cause(ctx)).WithOutcome(errs.NotStarted, errs.SameOperation)
-	}
 	dir, err := c.store.stage(m.UID)
 	if err != nil {
 		return err
@@ -130,7 +143,8 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 			err = errors.Join(err, c.store.Delete(m.UID))
 		}
 	}()
-	frozen, err := Freeze(ctx, s, func(ctx context.Context) error {
+	quiet := func(ctx context.Context) (func(), bool, error) { return c.quiet(ctx, s.Channel) }
+	frozen, err := freeze(ctx, s, quiet, func(ctx context.Context) error {
 		return s.Machine.Save(ctx, s.ID, runtime.SaveOptions{Dir: dir, Direct: c.direct})
 	})
 	if err != nil {
@@ -145,4 +159,37 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 		m.SizeBytes += f.SizeBytes
 	}
 	return c.store.publish(m)
+}
+
+// enter waits for one of the slots.
+func (c *Capturer) enter(ctx context.Context) (leave func(), err error) {
+	select {
+	case c.slots <- struct{}{}:
+		return func() { <-c.slots }, nil
+	case <-ctx.Done():
+		return nil, errs.From(context.Cause(ctx)).WithOutcome(errs.NotStarted, errs.SameOperation)
+	}
+}
+
+// quiet gives a slot with the channel quiesced in it; none after an error. A guest that is slow to obey, or
+// does not mean to, waits outside: it must not keep the slots from the captures of others.
+func (c *Capturer) quiet(ctx context.Context, ch Channel) (leave func(), asked bool, err error) {
+	leave, err = c.enter(ctx)
+	if err != nil {
+		return nil, false, err
+	}
+	quick, cancel := context.WithTimeout(ctx, quickQuiesce)
+	defer cancel()
+	if err = ch.Quiesce(quick); err == nil {
+		return leave, true, nil
+	}
+	leave()
+	if quick.Err() == nil || ctx.Err() != nil {
+		return nil, true, err // not for want of time
+	}
+	if err := quiesce(ctx, ch, quiesceTimeout-quickQuiesce); err != nil {
+		return nil, true, err
+	}
+	leave, err = c.enter(ctx)
+	return leave, true, err
 }

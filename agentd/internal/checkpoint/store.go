@@ -176,6 +176,10 @@ func (s *Store) publish(m *Manifest) error {
 		}
 	}
 	data, err := json.Marshal(m)
+	if err == nil && len(data) >= maxManifest {
+		return errs.New(errs.LimitExceeded, "the manifest of snapshot %s is larger than this node reads", m.UID).
+			With("field", "manifest").With("limit", strconv.Itoa(maxManifest)).With("got", strconv.Itoa(len(data)))
+	}
 	if err != nil {
 		return hostError(err, "encode a manifest")
 	}

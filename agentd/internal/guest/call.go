@@ -41,7 +41,7 @@ type call struct {
 func newCall(want guestwire.Type) *call { return &call{want: want, ch: make(chan result, 1)} }
 
 func (r *call) deliver(t guestwire.Type, payload []byte) {
-	if t == r.want || t == guestwire.TypeError || t == guestwire.TypeRejected {
+	if t == r.want || t == guestwire.TypeError || t == guestwire.TypeRejected && r.want == guestwire.TypeWelcome {
 		r.put(result{typ: t, payload: bytes.Clone(payload)})
 	}
 }

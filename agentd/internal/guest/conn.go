@@ -78,9 +78,17 @@ type Info struct {
 const (
 	defaultWindow = 128 << 10
 	maxListed     = 4096
-	maxText       = 512
-	helloFirst    = 100 * time.Millisecond
-	helloMost     = 2 * time.Second
+	// maxListedBytes is what the parts of one list may have together.
+	maxListedBytes = 8 << 20
+	// maxInputs is how many open input streams are remembered; beyond it each is opened anew.
+	maxInputs = 1024
+	// A guest that sends what nobody asked for is read slowly: at most wasteStep in wastePause. An
+	// honest one wastes less than that when this node forgets what it asked for.
+	wasteStep  = 1 << 20
+	wastePause = 50 * time.Millisecond
+	maxText    = 512
+	helloFirst = 100 * time.Millisecond
+	helloMost  = 2 * time.Second
 )
 
 // receiver takes the frames of one call or stream. deliver runs on the reader's goroutine: it must
@@ -104,6 +112,7 @@ type Conn struct {
 	ctl   chan control
 	poke  chan struct{}
 	done  chan struct{}
+	lists chan struct{} // held by who lists
 	wg    sync.WaitGroup
 
 	mu         sync.Mutex
@@ -141,7 +150,7 @@ func Open(ctx context.Context, o Options) (*Conn, error) {
 	c := &Conn{
 		log: o.Log, uid: o.SandboxUID, window: o.Window, in: in, out: out,
 		ch:    guestwire.Channel{Generation: uint64(o.Generation), Key: newKey()},
-		sendq: make(chan []byte), ctl: make(chan control), poke: make(chan struct{}, 1), done: make(chan struct{}),
+		sendq: make(chan []byte), ctl: make(chan control), poke: make(chan struct{}, 1), done: make(chan struct{}), lists: make(chan struct{}, 1),
 		receivers: map[uint32]receiver{}, credits: map[uint32]uint32{}, inputs: map[string]*input{},
 	}
 	if c.window <= 0 {
@@ -226,7 +235,7 @@ func (c *Conn) read() {
 	defer c.wg.Done()
 	dec := guestwire.Decoder{Accept: func(f guestwire.Frame) bool { return f.Channel == c.ch }}
 	var asm guestwire.Assembler
-	var skipped uint64
+	var waste waste
 	for {
 		n, err := c.out.Read(dec.Space())
 		if err != nil && !errors.Is(err, io.EOF) {
@@ -241,6 +250,7 @@ func (c *Conn) read() {
 			}
 			payload, whole := asm.Add(f)
 			if !whole {
+				waste.parts += uint64(len(f.Payload))
 				continue
 			}
 			c.mu.Lock()
@@ -248,12 +258,46 @@ func (c *Conn) read() {
 			c.mu.Unlock()
 			if r != nil {
 				r.deliver(f.Type, payload)
+				waste.parts = 0
+			} else {
+				waste.unasked += uint64(guestwire.HeaderSize + len(payload))
 			}
 		}
-		if dec.Skipped > skipped+1<<20 {
-			c.log.Warn("guest channel: bytes that are no frame of this channel", "bytes", dec.Skipped)
-			skipped = dec.Skipped
+		if waste.more(dec.Skipped) && !c.rest(&waste) {
+			return
 		}
+	}
+}
+
+// waste counts bytes that were of no use. What is a part of a message is, until the message is whole.
+type waste struct {
+	unasked, parts uint64
+	paid, told     uint64
+}
+
+// more tells whether another wasteStep is full.
+func (w *waste) more(skipped uint64) bool {
+	if w.parts > guestwire.MaxMessage {
+		w.unasked, w.parts = w.unasked+w.parts, 0
+	}
+	return w.unasked+skipped >= w.paid+wasteStep
+}
+
+// rest lets the guest wait, and with it the bytes that it is about to waste. It reports false when
+// the Conn has ended. The log hears of it each time that the sum has doubled.
+func (c *Conn) rest(w *waste) bool {
+	w.paid += wasteStep
+	if w.paid >= 2*w.told {
+		w.told = w.paid
+		c.log.Warn("guest channel: the guest sends what nobody asked for; it is read slowly", "bytes", w.paid)
+	}
+	timer := time.NewTimer(wastePause)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-c.done:
+		return false
 	}
 }
 

@@ -78,19 +78,29 @@ func (in *input) await(ctx context.Context, good func(guestwire.StdinState) bool
 // takeInput gives the caller the process's input stream, opened if need be. The caller must call
 // giveInput.
 func (c *Conn) takeInput(ctx context.Context, id string) (*input, error) {
-	c.mu.Lock()
-	in := c.inputs[id]
-	if in == nil {
-		in = &input{turn: make(chan struct{}, 1), ready: make(chan struct{}, 1)}
-		c.inputs[id] = in
-	}
-	c.mu.Unlock()
-	select {
-	case in.turn <- struct{}{}:
-	case <-ctx.Done():
-		return nil, notSent(ctx)
-	case <-c.done:
-		return nil, c.failure()
+	var in *input
+	for current := false; !current; {
+		c.mu.Lock()
+		in = c.inputs[id]
+		if in == nil {
+			in = &input{turn: make(chan struct{}, 1), ready: make(chan struct{}, 1)}
+			c.inputs[id] = in
+		}
+		c.mu.Unlock()
+		select {
+		case in.turn <- struct{}{}:
+		case <-ctx.Done():
+			return nil, notSent(ctx)
+		case <-c.done:
+			return nil, c.failure()
+		}
+		c.mu.Lock()
+		// Who failed on it leaves its error to those who waited; who merely let go does not.
+		current = c.inputs[id] == in || in.failed()
+		c.mu.Unlock()
+		if !current {
+			<-in.turn
+		}
 	}
 	err := c.openInput(ctx, id, in)
 	if err != nil {
@@ -117,9 +127,34 @@ func (c *Conn) openInput(ctx context.Context, id string, in *input) error {
 	return err
 }
 
+func (in *input) failed() bool {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return in.err != nil
+}
+
+// letGo tells whether a stream is not worth keeping: its input is closed for good, or there are more
+// streams than a guest has processes.
+func (c *Conn) letGo(in *input) bool {
+	in.mu.Lock()
+	closed := in.state.Closed
+	in.mu.Unlock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return closed || len(c.inputs) > maxInputs
+}
+
 // giveInput lets the next one write. After an error the stream is opened anew, which finds out
 // what the guest accepted.
 func (c *Conn) giveInput(id string, in *input, err error) {
+	if err == nil && c.letGo(in) {
+		c.mu.Lock()
+		if c.inputs[id] == in {
+			delete(c.inputs, id)
+		}
+		c.mu.Unlock()
+		c.abandon(in.stream)
+	}
 	if err != nil {
 		c.mu.Lock()
 		if c.inputs[id] == in {

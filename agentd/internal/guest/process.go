@@ -158,20 +158,34 @@ func (c *Conn) Forget(ctx context.Context, id string) error {
 	return c.roundTrip(ctx, &guestwire.Forget{ProcessID: id}, &guestwire.Forgotten{})
 }
 
-// listing receives the parts of a list and bounds their number.
+// listing receives the parts of a list and bounds their number and their bytes together.
 type listing struct {
 	*call
-	count int
+	count, bytes int
 }
 
 func (l *listing) deliver(t guestwire.Type, payload []byte) {
-	if l.count++; l.count <= cap(l.ch) {
+	l.count++
+	l.bytes += len(payload)
+	if l.count < cap(l.ch) && l.bytes <= maxListedBytes {
 		l.call.deliver(t, payload)
+		return
 	}
+	l.count = cap(l.ch)
+	l.put(result{err: errs.New(errs.InternalError, "guest init lists more processes than it can have")})
 }
 
 // List returns the processes that guest init knows, ended ones included, oldest first.
 func (c *Conn) List(ctx context.Context) ([]Process, error) {
+	// One at a time: what a guest can make this node hold does not grow with who asks.
+	select {
+	case c.lists <- struct{}{}:
+		defer func() { <-c.lists }()
+	case <-ctx.Done():
+		return nil, notSent(ctx)
+	case <-c.done:
+		return nil, c.failure()
+	}
 	// 1,280 processes of at most 4 KiB of arguments each, in parts of 32 KiB or more.
 	r := &listing{call: &call{want: guestwire.TypeListed, ch: make(chan result, 512)}}
 	stream, err := c.register(r)
@@ -207,6 +221,8 @@ func (c *Conn) List(ctx context.Context) ([]Process, error) {
 			}
 		case <-ctx.Done():
 			return nil, errs.From(ctx.Err())
+		case <-c.done:
+			return nil, c.failure()
 		}
 	}
 }

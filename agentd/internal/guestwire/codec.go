@@ -196,6 +196,11 @@ func messages[T any, P interface {
 			c.put(num, marshal(P(&(*v)[i])))
 		}
 	} else if c.here(num, wireBytes) {
+		// Two bytes on the wire are a whole struct here.
+		if len(*v) >= maxRepeated {
+			c.bad = true
+			return
+		}
 		var one T
 		c.bad = unmarshal(c.raw, P(&one)) != nil
 		*v = append(*v, one)

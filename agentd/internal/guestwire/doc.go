@@ -19,6 +19,9 @@ const (
 	MaxMessage = 256 << 10
 )
 
+// maxRepeated bounds how many messages one field may repeat: more than guest init has processes.
+const maxRepeated = 4096
+
 // Type says which message a frame carries; the numbers are guest.proto's.
 type Type uint16
 
