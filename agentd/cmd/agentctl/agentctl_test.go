@@ -13,6 +13,7 @@ import (
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 
+	"github.com/dormouse-run/dormouse/agentd/app"
 	"github.com/dormouse-run/dormouse/pkg/command"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/obs"
@@ -22,6 +23,14 @@ import (
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// Without flags, agentctl asks where agentd without flags answers.
+func TestDefaultSocketIsAgentds(t *testing.T) {
+	cfg := app.Defaults()
+	if got := cfg.DebugSocket(); got != defaultSocket {
+		t.Errorf("agentd listens at %s, agentctl asks at %s", got, defaultSocket)
+	}
+}
 
 type fakeNode struct {
 	nodev1.UnimplementedDebugServiceServer

@@ -23,7 +23,7 @@ import (
 )
 
 // defaultSocket is where agentd serves, unless it is told otherwise.
-const defaultSocket = "/run/dormouse/agentd/debug.sock"
+const defaultSocket = "/run/dormouse/agentd.sock"
 
 // now is the clock of the AGE column.
 var now = time.Now

@@ -58,6 +58,7 @@ func TestTables(t *testing.T) {
 	f.add("box", nil, &dormousev1.SandboxSpec{Image: "reg.example/a:1"})
 	ok(t, "UID                                   NAME  PHASE    NODE  IMAGE            AGE\n"+
 		uidAt(1)+"  box   Running  n1    reg.example/a:1  60s\n", "ls")
+	f.sandboxes[0].Status.Conditions = []*dormousev1.Condition{{Type: "Capturing", Reason: "Done"}} // no reason to be Running
 	ok(t, "UID                                   NAME  PHASE    NODE  IMAGE            AGE  EXIT  REASON  RESTORED-FROM\n"+
 		uidAt(1)+"  box   Running  n1    reg.example/a:1  60s  -     -       -\n", "get", "box", "-o", "wide")
 	ok(t, "PROCESS                               PID  STATE              AGE  COMMAND\n"+
@@ -159,7 +160,7 @@ func TestRunAndExecPassTheCodeOn(t *testing.T) {
 		{[]string{"exec", "box", "--", "echo", "-n", "hi"}, 0, "-n hi\n", ""},
 		{[]string{"exec", "box", "echo", "hi"}, 0, "hi\n", ""},
 		{[]string{"exec", "-e", "A=1", "-u", "root", "-w", "/", "box", "--", "exit", "42"}, 42, "", "bye\n"},
-		{[]string{"exec", "--timeout", "1s", "box", "--", "sleep", "9"}, 124, "", ""},
+		{[]string{"exec", "--timeout", "1s", "box", "--", "sleep", "9"}, 124, "", "dormouse: the command was ended after --timeout 1s\n"},
 		{[]string{"exec", "box", "--", "lost"}, 3, "first half, second half\n", ""},
 		{[]string{"logs", "box"}, 0, "first half, second half\n", ""},
 		{[]string{"logs", "-f", "box", uidAt(100)}, 0, "first half, second half\n", ""},

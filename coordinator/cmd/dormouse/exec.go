@@ -113,6 +113,7 @@ func followMain(c call, s *client.Sandbox, in *interrupts) error {
 func execCommand() *cli.Command {
 	return &cli.Command{
 		Name: "exec", Usage: "run a command in a sandbox and pass on its exit code", ArgsUsage: "SANDBOX -- CMD...",
+		Description: "The first Ctrl-C goes to the command, the second leaves it running. There are no terminals (-t) inside yet.",
 		Flags: append(envFlags(), inputFlag(), processTimeout(),
 			&cli.StringSliceFlag{Name: "secret-env", Usage: "KEY to pass on; may be repeated"},
 			&cli.StringSliceFlag{Name: "tag", Usage: "KEY=VALUE to find the process by; may be repeated"},
@@ -186,12 +187,17 @@ func runIn(c call, s *client.Sandbox, in *interrupts, spec *dormousev1.ProcessSp
 	})
 	switch {
 	case err == nil:
+		if exit.GetTimedOut() {
+			fmt.Fprintf(c.App.ErrWriter, "%s: the command was ended after --timeout %s\n", c.App.Name, c.Duration("timeout"))
+		}
 		return passOn(exit)
 	case running && errors.Is(err, syscall.EPIPE):
 		return brokenPipe(c, p)
-	case running:
+	case running && !c.Bool("rm"):
 		fmt.Fprintf(c.App.ErrWriter, "the process goes on: dormouse logs -f %s %s\n", s.UID, p.ID)
 		return err
+	case running:
+		return err // the process goes with the sandbox
 	}
 	return notRun(c, err)
 }

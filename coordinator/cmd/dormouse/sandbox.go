@@ -48,6 +48,11 @@ func why(s *dormousev1.Sandbox) string {
 	if r := s.GetStatus().GetReason(); r != "" {
 		return r
 	}
+	switch s.GetStatus().GetPhase() {
+	case dormousev1.SandboxPhase_SANDBOX_PHASE_PENDING, dormousev1.SandboxPhase_SANDBOX_PHASE_STARTING:
+	default:
+		return "" // that a capture is over, for one, is no reason of its phase
+	}
 	for _, c := range s.GetStatus().GetConditions() {
 		if !c.GetStatus() && c.GetReason() != "" {
 			return c.GetReason()

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/urfave/cli/v2"
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -33,7 +34,9 @@ func snapshotColumns() []command.Column[*dormousev1.Snapshot] {
 		{Name: "SIZE", Show: func(s *dormousev1.Snapshot) string { return config.FormatBytes(s.GetStatus().GetSizeBytes()) }},
 		{Name: "AGE", Show: func(s *dormousev1.Snapshot) string { return ageOf(s.GetMeta().GetCreateTime()) }},
 		{Name: "NODES", Wide: true, Show: func(s *dormousev1.Snapshot) string { return strings.Join(s.GetStatus().GetNodes(), ",") }},
-		{Name: "FREEZE", Wide: true, Show: func(s *dormousev1.Snapshot) string { return s.GetStatus().GetFreeze().AsDuration().String() }},
+		{Name: "FREEZE", Wide: true, Show: func(s *dormousev1.Snapshot) string {
+			return s.GetStatus().GetFreeze().AsDuration().Round(time.Millisecond).String()
+		}},
 		{Name: "IMAGE", Wide: true, Show: func(s *dormousev1.Snapshot) string { return s.GetStatus().GetImage() }},
 		{Name: "RUNTIME", Wide: true, Show: func(s *dormousev1.Snapshot) string { return s.GetStatus().GetRuntimeVersion() }},
 	}

@@ -306,6 +306,11 @@ func TestObservations(t *testing.T) {
 	if got := e.PlacedUIDs("n1"); len(got) != 0 {
 		t.Fatalf("a stopped sandbox is counted: %v", got)
 	}
+	for _, r := range must(w.store.List(ctx, catalog.Query{Kind: catalog.KindEvent}))(t).Records {
+		if ev := must(records.EventOf(r))(t); ev.Message != strings.TrimSpace(ev.Message) {
+			t.Fatalf("an event's message has blanks around it: %+v", ev)
+		}
+	}
 	o.Session--
 	o.Number = 200
 	wantReason(t, e.Observe(ctx, "n1", o), errs.Fenced)

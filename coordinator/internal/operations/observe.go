@@ -3,6 +3,7 @@ package operations
 import (
 	"context"
 	"reflect"
+	"strings"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -64,7 +65,7 @@ func (e *Engine) Observe(ctx context.Context, node string, o Observation) error 
 			return nil, nil
 		}
 		failed := sb.Status.Phase == sandbox.Failed
-		ev, err := e.event(key, string(sb.Status.Phase), sb.Status.Reason+" "+sb.Status.Message, failed)
+		ev, err := e.event(key, string(sb.Status.Phase), strings.TrimSpace(sb.Status.Reason+" "+sb.Status.Message), failed)
 		return []catalog.Put{ev}, err
 	})
 	return err
