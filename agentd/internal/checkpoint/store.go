@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 )
@@ -121,6 +122,7 @@ func (s *Store) stage(id string) (string, error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return "", hostError(err, "make a staging folder")
 	}
+	fault.At("artefact.stage.after")
 	return dir, nil
 }
 
@@ -192,9 +194,11 @@ func (s *Store) publish(m *Manifest) error {
 			return hostError(err, "sync an artefact")
 		}
 	}
+	fault.At("artefact.manifest.after")
 	if err := os.Rename(dir, s.dir(m.UID)); err != nil {
 		return hostError(err, "publish an artefact")
 	}
+	fault.At("artefact.rename.after")
 	if err := syncPath(s.opts.Root); err != nil {
 		return hostError(err, "sync the snapshots' folder")
 	}
@@ -244,10 +248,15 @@ func (s *Store) Load(id string) (*Manifest, error) {
 	if err != nil {
 		return nil, err
 	}
+	var sum int64
 	for _, f := range m.Files {
+		sum += f.SizeBytes
 		if !slices.ContainsFunc(has, func(h snapshot.File) bool { return h.Name == f.Name && h.SizeBytes == f.SizeBytes }) {
 			return nil, damaged(id, f.Name, "is missing or has another size")
 		}
+	}
+	if len(m.Files) == 0 || sum != m.SizeBytes {
+		return nil, damaged(id, manifestName, "does not add up")
 	}
 	return &m, nil
 }
@@ -306,6 +315,7 @@ func (s *Store) Delete(id string) error {
 	if err := os.Rename(s.dir(id), trash); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return hostError(err, "move an artefact to the trash")
 	}
+	fault.At("snapshot.trash.after")
 	for _, dir := range []string{s.opts.Root, s.dir(trashName)} {
 		if err := syncPath(dir); err != nil {
 			return hostError(err, "sync the snapshots' folder")
