@@ -41,7 +41,8 @@ const (
 type Retry string
 
 // Never: the same request will fail again. SameOperation: send it again with the same operation
-// id. AfterBackoff: nothing was done; wait, then send it again.
+// id. AfterBackoff: nothing was done; wait, then send it again, with a new operation id if the
+// operation was accepted and failed: what an operation came to is its answer for good.
 const (
 	Never         Retry = "never"
 	SameOperation Retry = "same_operation"

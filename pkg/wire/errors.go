@@ -231,6 +231,10 @@ func FromStatus(err error) *errs.Error {
 	case codes.Canceled:
 		return errs.From(context.Canceled)
 	}
+	if _, why, ok := strings.Cut(st.Message(), "Error while dialing: "); ok {
+		return errs.Wrap(err, errs.ReplyLost, "the server cannot be reached (%s); if a call was on its way, ask again with the same operation id to learn its outcome", clip(strings.TrimSuffix(why, `"`), maxDetail)).
+			With("grpc_code", st.Code().String())
+	}
 	return errs.Wrap(err, errs.ReplyLost, "no answer from the server (%s); ask again with the same operation id to learn the outcome", clip(st.Message(), maxDetail)).
 		With("grpc_code", st.Code().String())
 }

@@ -286,6 +286,9 @@ func TestTransportErrorIsUnknown(t *testing.T) {
 	if e.Code != errs.OutcomeUnknown || e.Outcome != errs.Unknown || e.Retry != errs.SameOperation {
 		t.Errorf("got %+v", e)
 	}
+	if !strings.HasPrefix(e.Message, "the server cannot be reached (dial unix ") || strings.Contains(e.Message, `"`) {
+		t.Errorf("what was dialled is not said plainly: %s", e.Message)
+	}
 }
 
 func TestPanicsAreInternalAndCounted(t *testing.T) {
