@@ -102,6 +102,7 @@ func Start(ctx context.Context, cfg Config, opts ...Option) (a *App, err error) 
 			a = nil
 		}
 	}()
+	faults(cfg)
 	tlsFiles, keys, err := a.files()
 	if err != nil {
 		return a, err

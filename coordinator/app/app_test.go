@@ -92,7 +92,7 @@ type keptStore struct{ catalog.Store }
 
 func (keptStore) Close() error { return nil }
 
-func newRig(t *testing.T) *rig {
+func newRig(t *testing.T, change ...func(*app.Config)) *rig {
 	r := &rig{t: t, pki: newPKI(t), cfg: app.DefaultConfig()}
 	mem := memory.New(memory.Options{})
 	r.store = &keptStore{mem}
@@ -116,10 +116,14 @@ func newRig(t *testing.T) *rig {
 	r.cfg.Listen.GRPC, r.cfg.Listen.REST, r.cfg.Listen.Node = []string{"127.0.0.1:0"}, []string{"127.0.0.1:0"}, []string{"127.0.0.1:0"}
 	r.cfg.TLS = r.pki.files(t, pki.Identity{Role: pki.RoleCoordinator, Name: "c1"})
 	r.cfg.Admin = filepath.Join(r.pki.dir, "run", "admin.sock")
-	r.cfg.Lease.TTL = time.Second
-	r.cfg.Nodes.Heartbeat = 50 * time.Millisecond
-	r.cfg.Nodes.Missed = 10
+	// Long enough that a busy machine is no dead one; tests of those override them.
+	r.cfg.Lease.TTL = 20 * time.Second
+	r.cfg.Nodes.Heartbeat = 100 * time.Millisecond
+	r.cfg.Nodes.Missed = 200
 	r.cfg.Stop = time.Second
+	for _, c := range change {
+		c(&r.cfg)
+	}
 	r.start()
 	t.Cleanup(func() { r.app.Stop() })
 	return r

@@ -22,6 +22,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
 	"github.com/dormouse-run/dormouse/pkg/config"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -43,6 +44,8 @@ type Config struct {
 	Holder string    `yaml:"holder" usage:"name of this coordinator; the host's name if empty"`
 	TLS    pki.Files `yaml:"tls"`
 	Keys   string    `yaml:"keys_file" usage:"file with the API keys (hashed)"`
+	// Tenant limits what one tenant may ask of this coordinator at a time.
+	Tenant auth.Limits `yaml:"tenant"`
 	Redis  struct {
 		Address  string        `yaml:"address" usage:"host:port or absolute path of the Redis or Valkey server"`
 		Username string        `yaml:"username" usage:"user at the server"`
@@ -78,6 +81,7 @@ func DefaultConfig() Config {
 	c.Listen.Node = []string{"127.0.0.1:7444"}
 	c.Redis.Address = "127.0.0.1:6379"
 	c.Redis.Catalog = "dormouse"
+	c.Tenant = auth.DefaultLimits()
 	c.Lease.TTL = 6 * time.Second
 	c.Nodes.Heartbeat = 2 * time.Second
 	c.Nodes.Missed = 4
@@ -117,6 +121,9 @@ func (c *Config) Validate() error {
 	}
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
 		fail("tls", "ca, cert and key are needed: nodes are only met over mTLS")
+	}
+	if l := c.Tenant; l.Rate < 0 || l.Burst < 0 || l.Calls < 0 || l.Streams < 0 || l.Rate > 0 && l.Burst == 0 {
+		fail("tenant", "no limit is below zero, and a rate needs a burst; 0 is no limit")
 	}
 	if c.Lease.TTL < 500*time.Millisecond {
 		fail("lease.ttl", "at least 500ms")

@@ -9,6 +9,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 )
 
@@ -61,6 +62,7 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	log := a.log.With("epoch", uint64(epoch))
+	fault.At("term.lead.after")
 	a.endTerm.Store(&cancel)
 	defer a.endTerm.Store(nil)
 	renewed := make(chan struct{})
@@ -80,6 +82,7 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 	if err != nil {
 		return a.resign(cancel, epoch, fmt.Errorf("load the operations: %w", err))
 	}
+	fault.At("term.load.after")
 	a.registry.Accept(ctx, epoch, engine)
 	a.engine.Store(engine)
 	a.metrics.leading.Set(1)

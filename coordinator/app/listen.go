@@ -28,6 +28,12 @@ import (
 // maxNodeMessage bounds what a node may say at once: an inventory of thousands of sandboxes.
 const maxNodeMessage = 64 << 20
 
+// What one connection of the public API may have open at a time, and how large a call's headers may be.
+const (
+	maxConnStreams = 4096
+	maxHeaders     = 64 << 10
+)
+
 // listen opens all listeners and serves them. ctx is the life of what they do in the background.
 func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenticator) error {
 	around, err := a.surround()
@@ -36,6 +42,7 @@ func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenti
 	}
 	services := a.services()
 	a.owned.Go(func() { services.Run(ctx) })
+	admission := auth.NewAdmission(a.cfg.Tenant, nil)
 	publicTLS := files.ServerOptional(pki.RoleClient, pki.RoleOperator)
 	for _, address := range a.cfg.Listen.GRPC {
 		l, err := bind(address)
@@ -46,9 +53,10 @@ func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenti
 		if isUnix(address) {
 			creds = insecure.NewCredentials()
 		}
-		a.serveGRPC("grpc", l, a.public(around, services, keys.Authenticate, grpc.Creds(creds)))
+		a.serveGRPC("grpc", l, a.public(around, services, keys.Authenticate, admission, grpc.Creds(creds),
+			grpc.MaxConcurrentStreams(maxConnStreams), grpc.MaxHeaderListSize(maxHeaders)))
 	}
-	if err := a.listenREST(ctx, around, services, keys, publicTLS); err != nil {
+	if err := a.listenREST(ctx, around, services, keys, admission, publicTLS); err != nil {
 		return err
 	}
 	for _, address := range a.cfg.Listen.Node {
@@ -97,9 +105,9 @@ type sessionStream struct {
 func (s *sessionStream) RecvMsg(m any) error { return s.raw.RecvMsg(m) }
 
 // public makes a server of the public API.
-func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, opts ...grpc.ServerOption) *grpc.Server {
+func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, admission *auth.Admission, opts ...grpc.ServerOption) *grpc.Server {
 	opts = append(around.Options(), append(opts,
-		grpc.ChainUnaryInterceptor(auth.Unary(who)), grpc.ChainStreamInterceptor(auth.Stream(who)),
+		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary()), grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream()),
 		grpc.MaxRecvMsgSize(api.MaxMessage), alive(), lenient())...)
 	srv := grpc.NewServer(opts...)
 	services.Register(srv)
@@ -117,7 +125,7 @@ func lenient() grpc.ServerOption {
 	return grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true})
 }
 
-func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, publicTLS *tls.Config) error {
+func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, admission *auth.Admission, publicTLS *tls.Config) error {
 	if len(a.cfg.Listen.REST) == 0 {
 		return nil
 	}
@@ -126,7 +134,7 @@ func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api
 		return err
 	}
 	a.bridge = bridge
-	inner := a.public(around, services, bridge.Resolver(keys.Authenticate))
+	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), admission)
 	handler, err := bridge.Handler(ctx)
 	if err != nil {
 		return err
@@ -139,7 +147,7 @@ func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api
 		}
 		a.addresses["rest"] = append(a.addresses["rest"], l.Addr().String())
 		srv := &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
-			MaxHeaderBytes: 64 << 10, ErrorLog: nil, TLSConfig: publicTLS.Clone()}
+			MaxHeaderBytes: maxHeaders, ErrorLog: nil, TLSConfig: publicTLS.Clone()}
 		a.https = append(a.https, srv)
 		a.serving.Go(func() {
 			if isUnix(address) {

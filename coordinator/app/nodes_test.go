@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dormouse-run/dormouse/coordinator/app"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
@@ -131,7 +132,7 @@ func TestNodeComesBack(t *testing.T) {
 }
 
 func TestSilentNodeIsAway(t *testing.T) {
-	r := newRig(t)
+	r := newRig(t, func(c *app.Config) { c.Nodes.Missed = 3 })
 	n := newFakeNode(t, r.pki, "n1")
 	if err := n.dial(r.app.Addresses("node")[0], time.Hour); err != nil {
 		t.Fatal(err)

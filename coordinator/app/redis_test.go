@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"testing"
+	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/app"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
@@ -62,7 +63,7 @@ func TestOnRedis(t *testing.T) {
 	if err != nil || again.String() != first.String() {
 		t.Fatalf("first %v\nagain %v, %v", first, again, err)
 	}
-	if err := n.dial(r.app.Addresses("node")[0], 20e6); err != nil {
+	if err := n.dial(r.app.Addresses("node")[0], 20*time.Millisecond); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := c.DeleteSandbox(ctx, &dormousev1.DeleteSandboxRequest{Uid: u}); err != nil {
@@ -76,7 +77,7 @@ func TestOnRedis(t *testing.T) {
 
 func TestRedisPausedIsStoreUnavailable(t *testing.T) {
 	server := redistest.Start(t)
-	r := newRig(t)
+	r := newRig(t, func(c *app.Config) { c.Lease.TTL = time.Second })
 	r.onRedis(server)
 	r.node("n1")
 	server.Pause(t)
