@@ -51,6 +51,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime/runsc"
 	"github.com/dormouse-run/dormouse/agentd/internal/session"
 	"github.com/dormouse-run/dormouse/agentd/internal/volumes"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/uid"
@@ -77,6 +78,9 @@ type App struct {
 	node      *node
 	session   *session.Client
 	conn      *grpc.ClientConn
+
+	// fault is nil but in builds for tests.
+	fault func(point string) error
 
 	// closers run from the last to the first.
 	closers []func() error
@@ -119,6 +123,7 @@ func (a *App) openState(context.Context) error {
 	if err := os.Chmod(a.cfg.StateDir, 0o700); err != nil {
 		return fmt.Errorf("state folder: %w", err)
 	}
+	a.fault = faults(a.cfg.StateDir)
 	state, err := nodestate.Open(nodestate.Options{Path: a.dir("state.db"), Node: a.cfg.Node, Commands: a.cfg.Limits.Commands})
 	if err != nil {
 		return err
@@ -177,21 +182,25 @@ func (a *App) openStores(ctx context.Context) error {
 		return err
 	}
 	a.onClose(a.images.Close)
+	fault.At("recover.images.before")
 	if report, err := a.images.Recover(ctx); err != nil {
 		// containerd may still be starting: what could not be cleared is cleared at the next start.
 		a.log.WarnContext(ctx, "images were not wholly recovered", "error", err)
 	} else {
 		a.log.InfoContext(ctx, "images recovered", "staging", report.Staging, "orphans", len(report.Orphans), "dropped", len(report.Dropped), "damaged", len(report.Damaged))
 	}
+	fault.At("recover.images.after")
 	vols, err := volumes.New(volumes.Config{Root: a.dir("volumes"), Log: a.log})
 	if err != nil {
 		return err
 	}
 	a.onClose(quiet(vols.Close))
+	fault.At("recover.volumes.before")
 	report, err := vols.Recover(ctx)
 	if err != nil {
 		return err
 	}
+	fault.At("recover.volumes.after")
 	for _, id := range report.Damaged {
 		a.log.ErrorContext(ctx, "a volume's own record is damaged; it is left alone", "volume", id)
 	}
@@ -200,7 +209,12 @@ func (a *App) openStores(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return a.snapshots.Sweep()
+	fault.At("recover.artefacts.before")
+	if err := a.snapshots.Sweep(); err != nil {
+		return err
+	}
+	fault.At("recover.artefacts.after")
+	return nil
 }
 
 func (a *App) openRunner(context.Context) error {
@@ -215,7 +229,7 @@ func (a *App) openRunner(context.Context) error {
 		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
-		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Log: a.log, Measure: a.stepTimes(), Fault: faults(a.cfg.StateDir),
+		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Log: a.log, Measure: a.stepTimes(), Fault: a.fault,
 	})
 	if err != nil {
 		return err
@@ -255,9 +269,11 @@ func (a *App) reconcile(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, reconcileTime)
 	defer cancel()
+	fault.At("recover.reconcile.before")
 	if err := reconcile.Apply(ctx, a.run, reconcile.Plan(rec), a.log); err != nil {
 		a.log.ErrorContext(ctx, "not everything could be reconciled; `agentctl doctor` names what is left", "error", err)
 	}
+	fault.At("recover.reconcile.after")
 	return ctx.Err()
 }
 

@@ -10,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/agentd/internal/volumes"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/volume"
 )
@@ -75,6 +76,7 @@ func (v *volumeParts) CreateVolume(ctx context.Context, req api.VolumeRequest) (
 		if err := v.state.PutVolume(rec); err != nil {
 			return volume.Volume{}, err
 		}
+		fault.At("volume.record.after")
 	case err != nil:
 		return volume.Volume{}, err
 	case rec.Tenant != req.Tenant:
@@ -143,7 +145,11 @@ func (v *volumeParts) DeleteVolume(ctx context.Context, uid string) error {
 	if err := v.store.Delete(ctx, uid); err != nil {
 		return err
 	}
-	return v.state.RemoveVolume(uid)
+	if err := v.state.RemoveVolume(uid); err != nil {
+		return err
+	}
+	fault.At("volume.forget.after")
+	return nil
 }
 
 func (v *volumeParts) domain(rec nodestate.Volume, has volumes.Volume) volume.Volume {

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // Removed is a file that GC or Recover removed.
@@ -46,6 +47,7 @@ func (s *Store) remove(ctx context.Context, file digest.Digest) (int64, error) {
 	if err := s.remote.forget(ctx, manifests); err != nil {
 		s.log.WarnContext(ctx, "layers stay in containerd until the next start", "image", file, "error", err)
 	}
+	fault.At("image.layers.after")
 	return size, nil
 }
 
@@ -66,10 +68,12 @@ func (s *Store) removeFiles(file digest.Digest) (int64, []digest.Digest, error) 
 	if err != nil {
 		return 0, nil, s.hostError("remove", err)
 	}
+	fault.At("image.unrecord.after")
 	size, err := s.unlink(file)
 	if err != nil {
 		return 0, nil, s.hostError("remove", err)
 	}
+	fault.At("image.unlink.after")
 	return size, manifests, nil
 }
 

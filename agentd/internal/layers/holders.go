@@ -17,6 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // Holder is who needs an image's file: a sandbox or a snapshot, by its uid.
@@ -83,6 +84,7 @@ func (s *Store) holdLocked(file digest.Digest, holder string) error {
 	if err := writeJSON(path, Holder{Name: holder, Node: s.cfg.Node, Since: time.Now().UTC()}); err != nil {
 		return s.hostError("hold", err)
 	}
+	fault.At("image.hold.after")
 	return nil
 }
 
@@ -107,6 +109,7 @@ func (s *Store) Release(_ context.Context, dgst digest.Digest, holder string) er
 	if err := removeDurably(dir, holderFile(holder, s.cfg.Node)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return s.hostError("release", err)
 	}
+	fault.At("image.release.after")
 	return nil
 }
 

@@ -16,6 +16,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/agentd/internal/layers/flatten"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // join gives the flight that prepares the image, a new one if there is none. It takes the registry over.
@@ -60,6 +61,7 @@ func (s *Store) prepare(ctx context.Context, reg *registry, desc ocispec.Descrip
 	if err != nil {
 		return record{}, s.hostError("pull", err)
 	}
+	fault.At("image.pull.after")
 	pulledAt := time.Now()
 	if err := s.slots.Acquire(ctx, 1); err != nil {
 		return record{}, context.Cause(ctx)
@@ -95,7 +97,11 @@ func (s *Store) publishAlias(asked, manifest digest.Digest, platform ocispec.Pla
 		return err
 	}
 	defer unlock()
-	return s.disk.saveAlias(alias{Name: indexName(asked, platforms.Format(platform)), Digest: asked, ManifestDigest: manifest})
+	if err := s.disk.saveAlias(alias{Name: indexName(asked, platforms.Format(platform)), Digest: asked, ManifestDigest: manifest}); err != nil {
+		return err
+	}
+	fault.At("image.alias.after")
+	return nil
 }
 
 // convert makes the file in a staging folder and publishes it with its record.
@@ -105,6 +111,7 @@ func (s *Store) convert(ctx context.Context, ref imageRef, desc ocispec.Descript
 		return record{}, s.hostError("convert", err)
 	}
 	defer unstage()
+	fault.At("image.stage.after")
 	res, err := s.builder.Build(ctx, dir, s.remote.toFlatten(img))
 	if err != nil {
 		var known *errs.Error
@@ -113,6 +120,7 @@ func (s *Store) convert(ctx context.Context, ref imageRef, desc ocispec.Descript
 		}
 		return record{}, s.hostError("convert", err)
 	}
+	fault.At("image.build.after")
 	rec := record{
 		Version: recordVersion, Reference: ref.full, Digest: desc.Digest, ManifestDigest: img.manifest.Digest,
 		ErofsDigest: res.Digest, Size: res.Size, Format: flatten.Format, Platform: platforms.Normalize(img.config.Platform),
@@ -136,11 +144,16 @@ func (s *Store) publish(staged string, rec record) error {
 		if err := os.Rename(staged, s.disk.erofsPath(rec.ErofsDigest)); err != nil {
 			return err
 		}
+		fault.At("image.file.after")
 		if err := syncDir(s.disk.images()); err != nil {
 			return err
 		}
 	}
-	return writeJSON(filepath.Join(s.disk.records(), s.disk.recordName(rec.ManifestDigest)), rec)
+	if err := writeJSON(filepath.Join(s.disk.records(), s.disk.recordName(rec.ManifestDigest)), rec); err != nil {
+		return err
+	}
+	fault.At("image.record.after")
+	return nil
 }
 
 // stage makes a folder that Recover, of any process, leaves alone as long as this one lives.

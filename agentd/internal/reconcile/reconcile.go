@@ -32,6 +32,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // Action is what the runner is to do.
@@ -121,6 +122,11 @@ func apply(ctx context.Context, r Runner, c Command, log *slog.Logger) error {
 	do := map[Action]func(context.Context, string) error{Reattach: r.Reattach, Remove: r.Remove, FinishSnapshot: r.FinishSnapshot}[c.Action]
 	if err := do(ctx, c.UID); err != nil {
 		return fmt.Errorf("%s %s: %w", c.Action, c.UID, err)
+	}
+	if c.Action == FinishSnapshot {
+		fault.At("recover.snapshot.after")
+	} else {
+		fault.At("recover.sandbox.after")
 	}
 	log.InfoContext(ctx, "reconciled", "action", string(c.Action), "uid", c.UID, "why", c.Why)
 	return nil

@@ -52,6 +52,9 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 	if err := o.n.Store.PutSnapshot(*snap); err != nil {
 		return err
 	}
+	if err := o.n.fault("checkpoint.intent.after"); err != nil {
+		return err
+	}
 	defer func() {
 		if err != nil && !crashed(err) {
 			after, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
@@ -60,6 +63,9 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 		}
 	}()
 	if err := o.n.Images.Hold(ctx, o.rec.ErofsDigest, snap.UID); err != nil {
+		return err
+	}
+	if err := o.n.fault("checkpoint.hold.after"); err != nil {
 		return err
 	}
 	m, err := o.manifest(ctx, snap)
@@ -137,6 +143,9 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 	rec := o.rec
 	rec.Capture = &nodestate.Capture{SnapshotUID: snapshotUID, Began: o.n.Now().UTC()}
 	if err := o.put(rec); err != nil {
+		return err
+	}
+	if err := o.n.fault("checkpoint.freezing.after"); err != nil {
 		return err
 	}
 	machine := faultyMachine{o.n}
@@ -230,5 +239,11 @@ func (n *Node) dropSnapshot(ctx context.Context, rec nodestate.Snapshot, erofsDi
 	if err := n.Images.Release(ctx, erofsDigest, rec.UID); err != nil {
 		return err
 	}
-	return n.Store.RemoveSnapshot(rec.UID)
+	if err := n.fault("snapshot.image.after"); err != nil {
+		return err
+	}
+	if err := n.Store.RemoveSnapshot(rec.UID); err != nil {
+		return err
+	}
+	return n.fault("snapshot.record.after")
 }

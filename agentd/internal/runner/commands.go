@@ -9,6 +9,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 )
 
@@ -89,6 +90,7 @@ func (c *Commands) Admit(ctx context.Context, cmd Command) error {
 	if err := c.store.AdmitCoordinator(cmd.Coordinator); err != nil {
 		return err
 	}
+	fault.At("command.admit.after")
 	bound := time.NewTimer(welcomeTime)
 	defer bound.Stop()
 	look := time.NewTicker(5 * time.Millisecond)
@@ -159,9 +161,11 @@ func (c *Commands) runOnce(ctx context.Context, cmd Command, run func(ctx contex
 			return nil, err
 		}
 	}
+	fault.At("command.keep.before")
 	if err := c.store.PutCommand(keep); err != nil {
 		return nil, err
 	}
+	fault.At("command.keep.after")
 	return replay(keep)
 }
 

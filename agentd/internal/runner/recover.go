@@ -38,6 +38,9 @@ func (n *Node) Reattach(ctx context.Context, uid string) error {
 				o.kill()
 				return errors.Join(err, o.failed(sandbox.ReasonKilled, "the sandbox could not be resumed after an interrupted checkpoint and was ended"))
 			}
+			if err := n.fault("recover.resume.after"); err != nil {
+				return err
+			}
 		}
 		if o.rec.Capture != nil {
 			rec := o.rec

@@ -34,6 +34,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
@@ -150,6 +151,7 @@ func (c *Client) session(ctx context.Context) (welcomed bool, err error) {
 	if err := c.Store.SetSession(coordinator, session); err != nil {
 		return false, err
 	}
+	fault.At("session.epoch.after")
 	c.epoch.Store(uint64(session))
 	c.connected.Store(true)
 	defer c.connected.Store(false)

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 const maxListed = 10
@@ -55,9 +56,11 @@ func (s *Store) Attach(ctx context.Context, uid, holder string, readOnly bool) (
 		}
 	}
 	h := Holder{Name: holder, ReadOnly: readOnly, Since: time.Now().UTC()}
+	fault.At("volume.attach.before")
 	if err := writeJSON(filepath.Join(s.attachments(uid), holder), h); err != nil {
 		return Volume{}, s.fail("attach", uid, err)
 	}
+	fault.At("volume.attach.after")
 	return m.Volume, nil
 }
 
@@ -72,11 +75,13 @@ func (s *Store) Detach(ctx context.Context, uid, holder string) error {
 	}
 	defer release()
 	dir := s.attachments(uid)
+	fault.At("volume.detach.before")
 	err = os.Remove(filepath.Join(dir, holder))
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
 	if err == nil {
+		fault.At("volume.detach.after")
 		err = syncDir(dir)
 	}
 	if err != nil {

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // Volume is a volume on this node.
@@ -264,6 +265,7 @@ func (s *Store) build(ctx context.Context, stage string, m *meta, fill func(cont
 			return err
 		}
 	}
+	fault.At("volume.stage.after")
 	if m.SizeLimit > 0 {
 		id, err := s.nextProject()
 		if err != nil {
@@ -283,9 +285,11 @@ func (s *Store) build(ctx context.Context, stage string, m *meta, fill func(cont
 	if err := fill(ctx, data); err != nil {
 		return err
 	}
+	fault.At("volume.fill.after")
 	if err := writeJSON(filepath.Join(stage, "meta.json"), m); err != nil {
 		return err
 	}
+	fault.At("volume.meta.after")
 	return syncTree(stage, m.Source != "")
 }
 
@@ -306,6 +310,7 @@ func (s *Store) publish(stage, uid string) error {
 	if err := os.Rename(stage, s.home(uid)); err != nil {
 		return err
 	}
+	fault.At("volume.rename.after")
 	return errors.Join(syncDir(s.dir("volumes")), syncDir(s.dir("staging")))
 }
 
@@ -398,6 +403,7 @@ func (s *Store) Delete(ctx context.Context, uid string) error {
 	if err := os.RemoveAll(gone); err != nil {
 		s.log.WarnContext(ctx, "a deleted volume still takes room until the next start", "volume", uid, "error", err)
 	}
+	fault.At("volume.emptied.after")
 	s.unlimit(ctx, m)
 	return nil
 }
@@ -417,10 +423,12 @@ func (s *Store) discard(uid string) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	fault.At("volume.trash.before")
 	// The system's own rename replaces an empty folder.
 	if err := unix.Rename(s.home(uid), gone); err != nil {
 		return "", errors.Join(err, os.Remove(gone))
 	}
+	fault.At("volume.trash.after")
 	return gone, errors.Join(syncDir(s.dir("volumes")), syncDir(s.dir("trash")))
 }
 

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"strconv"
+	"strings"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // final is an error that the operation fails with: no repetition would change it.
@@ -39,7 +41,9 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 			cmd.ID += "." + strconv.Itoa(attempt)
 		}
 		back := e.cfg.Nodes.Changed() // before the call, so that a node that comes back during it counts
+		nodeFault(step, "before")
 		err := f(ctx, cmd)
+		nodeFault(step, "after")
 		if err == nil {
 			return nil
 		}
@@ -68,6 +72,14 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 		} else {
 			delay = e.pause(ctx, delay)
 		}
+	}
+}
+
+// nodeFault is the fault point on one side of a command: steps are verb:uid.
+func nodeFault(step, side string) {
+	if fault.Enabled {
+		verb, _, _ := strings.Cut(step, ":")
+		fault.At("node." + verb + "." + side)
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 )
@@ -195,6 +196,7 @@ func (e *Engine) launch(op *Operation, secrets map[string]string) *task {
 func (e *Engine) drive(t *task) {
 	log := e.log.With("operation", t.op.ID, "kind", t.op.Kind, "tenant", t.op.Tenant, "request", t.op.RequestID)
 	log.Info("operation begins")
+	fault.At("operation.drive.before")
 	delay := e.cfg.RetryMin
 	for t.op.State == Pending {
 		err := e.reload(e.ctx, t) // it may have ended since it was read
@@ -217,6 +219,7 @@ func (e *Engine) drive(t *task) {
 	if t.op.Error != nil {
 		reason = t.op.Error.Reason
 	}
+	fault.At("operation.drive.after")
 	log.Info("operation ended", "state", t.op.State, "reason", reason, "took", took)
 	e.cfg.OnDone(t.op.Kind, reason, took)
 }

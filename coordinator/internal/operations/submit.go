@@ -8,6 +8,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 )
 
@@ -36,6 +37,7 @@ func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, sec
 	if err != nil {
 		return nil, errs.From(err).WithRequest(c.RequestID, c.OperationID)
 	}
+	fault.At("operation.reply.before")
 	if op.State == Failed {
 		return nil, op.Error.WithRequest(c.RequestID, op.ID)
 	}

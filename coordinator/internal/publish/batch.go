@@ -9,6 +9,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // The life of an item. Whoever moves it out of queued owns its fate.
@@ -115,7 +116,9 @@ func (q *Queue) sendBatch(batch []*item) {
 	q.metrics.batch.Observe(float64(len(batch)))
 	ctx, cancel := context.WithTimeout(q.ctx, q.o.Reply)
 	defer cancel()
+	fault.At("commit.send.before")
 	results, err := q.o.Store.Commit(ctx, commits)
+	fault.At("commit.send.after")
 	q.metrics.seconds.Observe(time.Since(began).Seconds())
 	switch {
 	case err == nil:

@@ -43,6 +43,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 const (
@@ -161,6 +162,7 @@ func (d *Driver) launchSandbox(ctx context.Context, cfg runtime.Config, step str
 	if err := d.createRecord(rec); err != nil {
 		return nil, err
 	}
+	fault.At("runtime.recorded.after")
 	h, err := d.launchRecorded(ctx, cfg, &rec, group, step, args)
 	if err == nil {
 		return h, nil
@@ -225,10 +227,12 @@ func (d *Driver) launchRecorded(ctx context.Context, cfg runtime.Config, rec *re
 	if err := g.Create(cfg.Spec.Linux.Resources); err != nil {
 		return nil, err
 	}
+	fault.At("runtime.group.after")
 	args = append(slices.Clone(args), "-bundle="+cfg.Dir, cfg.ID)
 	if err := d.run(ctx, command{rec: *rec, args: args, stdio: fds, group: g.Group}); err != nil {
 		return nil, err
 	}
+	fault.At("runtime.launched.after")
 	return d.attach(rec, step)
 }
 
@@ -263,6 +267,7 @@ func (d *Driver) attach(rec *record, step string) (runtime.Handle, error) {
 	if err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
+	fault.At("runtime.attached.after")
 	d.startWatch(*rec, p)
 	return h, nil
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // watch waits for the end of one sandbox. proc is nil where the end was known from the first.
@@ -305,12 +306,15 @@ func (d *Driver) remove(ctx context.Context, e *entry, rec record, known bool) e
 		}
 	}
 	step(d.killAll(ctx, rec))
+	fault.At("runtime.killed.after")
 	step(d.awaitEnd(ctx, rec))
 	step(d.deleteRuntime(ctx, rec, known))
+	fault.At("runtime.deleted.after")
 	if g, err := d.cgroups.At(rec.Cgroup); err != nil {
 		step(err)
 	} else {
 		step(g.Remove(ctx))
+		fault.At("runtime.ungrouped.after")
 	}
 	for _, path := range d.runtimeFiles(rec.ID) {
 		if _, err := os.Lstat(path); err == nil {
@@ -323,6 +327,7 @@ func (d *Driver) remove(ctx context.Context, e *entry, rec record, known bool) e
 	if err := d.removeRecord(rec.ID); err != nil {
 		return err
 	}
+	fault.At("runtime.forgotten.after")
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.entries[rec.ID] == e {
