@@ -29,6 +29,8 @@ type Options struct {
 	Bin string
 	// Scale multiplies the number of repetitions; 1 if 0.
 	Scale float64
+	// Note goes into the report, for what a reader has to know of this run.
+	Note string
 	// Profile, if set, is a folder for the daemons' profiles.
 	Profile string
 	Logf    func(format string, args ...any)
@@ -73,6 +75,9 @@ func Run(ctx context.Context, name string, opts Options) (_ Result, err error) {
 		return Result{}, err
 	}
 	b := &bench{Options: opts, cluster: c}
+	if opts.Note != "" {
+		b.note("%s", opts.Note)
+	}
 	defer func() {
 		down, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Minute)
 		defer cancel()

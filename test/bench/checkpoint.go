@@ -33,7 +33,7 @@ func benchCheckpoint(ctx context.Context, b *bench) ([]Row, error) {
 	if err != nil {
 		return nil, err
 	}
-	var product, its, throughput, disk, freezes, whole Sample
+	var product, its, throughput, disk, freezes, bareFreezes, crowded, whole Sample
 	for range b.times(3) {
 		snaps, took, err := b.checkpointAll(ctx, all)
 		if err != nil {
@@ -43,6 +43,7 @@ func benchCheckpoint(ctx context.Context, b *bench) ([]Row, error) {
 		var bytes int64
 		for _, s := range snaps {
 			bytes += s.Last.GetStatus().GetSizeBytes()
+			crowded.add(s.Last.GetStatus().GetFreeze().AsDuration())
 		}
 		throughput = append(throughput, float64(bytes)/1e6/took.Seconds())
 		if err := b.dropSnapshots(ctx, snaps); err != nil {
@@ -68,12 +69,18 @@ func benchCheckpoint(ctx context.Context, b *bench) ([]Row, error) {
 		if err := snap.Delete(ctx, ""); err != nil {
 			return nil, err
 		}
+		took, err := b.bareFreeze(ctx, floor, all[0])
+		if err != nil {
+			return nil, err
+		}
+		bareFreezes.add(took)
 	}
 	rows := []Row{
 		ratio(fmt.Sprintf("checkpoint of %d sandboxes with %d MiB heap + %d MiB file, wall; bare: all at once, default `runsc checkpoint`, not synced", captured, heapMiB, fileMiB), product, its, 0.4),
 		{What: "the same, save + sync throughput; bare: `dd oflag=direct bs=1M` of as many bytes", Product: megabytes(throughput), Bare: megabytes(disk),
 			Value: throughput.Median() / disk.Median(), Unit: "x", AtLeast: 1},
-		{What: "freeze while one is checkpointed and goes on", Product: times(freezes), Value: freezes.Median(), Unit: "ms", AtMost: 250},
+		{What: "freeze of each of them", Product: times(crowded), Value: crowded.Median(), Unit: "ms"},
+		{What: "freeze while one is checkpointed and goes on; bare: runsc pause, checkpoint -direct, resume", Product: times(freezes), Bare: times(bareFreezes), Value: freezes.Median(), Unit: "ms", AtMost: 250},
 		{What: "its whole checkpoint through the API", Product: times(whole), Value: whole.Median(), Unit: "ms"},
 	}
 	return rows, deleteAll(ctx, all)
@@ -111,15 +118,35 @@ func (b *bench) bareCheckpoints(ctx context.Context, floor *bare, all []*client.
 			return 0, err
 		}
 	}
-	state := filepath.Join(b.state(), "runsc", "state")
 	took, err := inParallel(ctx, len(all), len(all), func(ctx context.Context, i int) error {
-		return callRunsc(ctx, floor.runsc, state, floor.flags, floor.env, nil, "checkpoint", "-leave-running", "-image-path="+dirs[i], all[i].UID)
+		return b.onOurs(ctx, floor, "checkpoint", "-leave-running", "-image-path="+dirs[i], all[i].UID)
 	})
 	for _, dir := range dirs {
 		err = errors.Join(err, os.RemoveAll(dir))
 	}
 	unix.Sync()
 	return took, err
+}
+
+// onOurs calls bare runsc on a sandbox of agentd's.
+func (b *bench) onOurs(ctx context.Context, floor *bare, args ...string) error {
+	return callRunsc(ctx, floor.runsc, filepath.Join(b.state(), "runsc", "state"), floor.flags, floor.env, nil, args...)
+}
+
+// bareFreeze captures one sandbox as agentd does, with nothing around it.
+func (b *bench) bareFreeze(ctx context.Context, floor *bare, s *client.Sandbox) (time.Duration, error) {
+	dir := filepath.Join(floor.dir, "images", s.UID)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return 0, err
+	}
+	began := time.Now()
+	for _, args := range [][]string{{"pause"}, {"checkpoint", "-leave-running", "-compression=none", "-direct", "-image-path=" + dir}, {"resume"}} {
+		if err := b.onOurs(ctx, floor, append(args, s.UID)...); err != nil {
+			return 0, err
+		}
+	}
+	took := time.Since(began)
+	return took, os.RemoveAll(dir)
 }
 
 // writeDirect writes so many bytes past the page cache with dd and syncs them.

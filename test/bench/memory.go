@@ -19,7 +19,7 @@ import (
 
 const (
 	// idle is how many sandboxes of a kind are measured together, crowd how many the daemons are measured with.
-	idle, crowd = 20, 100
+	idle, crowd = 40, 100
 	// settle is longer than runsc takes to give back what a start or a restore left in its heap.
 	settle = 26 * time.Second
 )

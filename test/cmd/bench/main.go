@@ -1,6 +1,6 @@
 // Command bench measures Dormouse against bare runsc on real parts and writes the report.
 //
-//	bench [--out FOLDER] [--bin FOLDER] [--scale X] [--profile FOLDER] NAME...
+//	bench [--out FOLDER] [--bin FOLDER] [--scale X] [--note TEXT] [--profile FOLDER] NAME...
 //
 // It ends with 0 when everything was measured, whether or not the targets are met.
 package main
@@ -21,6 +21,7 @@ func main() {
 	var opts bench.Options
 	flag.StringVar(&opts.Out, "out", "bench", "folder of RESULTS.md")
 	flag.StringVar(&opts.Bin, "bin", "", "folder of the daemons; this checkout's bin by default")
+	flag.StringVar(&opts.Note, "note", "", "a remark for the report")
 	flag.StringVar(&opts.Profile, "profile", "", "folder for the daemons' profiles; none by default")
 	flag.Float64Var(&opts.Scale, "scale", 1, "how many repetitions, of the usual number")
 	flag.Usage = func() {
