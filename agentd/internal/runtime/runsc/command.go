@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -118,33 +117,46 @@ func (c *capture) said() string {
 	if err != nil {
 		return "its messages cannot be read: " + err.Error()
 	}
-	data = bytes.TrimRight(data[:n], "\x00")
+	return digest(bytes.TrimRight(data[:n], "\x00"))
+}
+
+// digest gives what matters of runsc's output, in one bounded line. The log and the bare text are
+// in it one after the other, and either may hold braces. A sandbox whose save fails adds the stacks
+// of its goroutines to the cause, which would leave no room for it.
+func digest(output []byte) string {
+	begin := []byte(`{"msg":`)
 	var messages []string
-	if start := bytes.IndexByte(data, '{'); start >= 0 {
-		dec := json.NewDecoder(bytes.NewReader(data[start:]))
-		for {
-			var line struct {
-				Msg string `json:"msg"`
-			}
-			if err := dec.Decode(&line); err != nil {
-				if !errors.Is(err, io.EOF) && len(messages) == 0 {
-					break
-				}
-				break
-			}
-			messages = append(messages, line.Msg)
+	for rest := output; ; {
+		i := bytes.Index(rest, begin)
+		if i < 0 {
+			break
 		}
+		dec := json.NewDecoder(bytes.NewReader(rest[i:]))
+		var line struct {
+			Msg string `json:"msg"`
+		}
+		if err := dec.Decode(&line); err != nil {
+			rest = rest[i+len(begin):]
+			continue
+		}
+		messages = append(messages, withoutStacks(line.Msg))
+		rest = rest[i+int(dec.InputOffset()):]
 	}
 	text := strings.Join(messages, "; ")
 	if text == "" {
-		text = string(data)
+		text = withoutStacks(string(output))
 	}
 	text = strings.Join(strings.Fields(text), " ")
-	const limit = 2000
-	if len(text) > limit {
-		text = "..." + text[len(text)-limit:]
+	const half = 1000
+	if len(text) > 2*half {
+		text = strings.ToValidUTF8(text[:half]+" ... "+text[len(text)-half:], "?")
 	}
 	return text
+}
+
+func withoutStacks(text string) string {
+	text, _, _ = strings.Cut(text, "\ngoroutine ")
+	return strings.TrimSuffix(text, ":")
 }
 
 var walked = regexp.MustCompile(`failed to walk[^"]*"([^"]*)"`)
