@@ -9,15 +9,11 @@ import (
 	"testing"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
-
-	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
-	"github.com/dormouse-run/dormouse/test/images"
 )
 
 // A watch from a list's sequence shows all that happens after it, in order, and can be resumed anywhere.
@@ -210,17 +206,13 @@ func TestB12DeleteInEveryPhase(t *testing.T) {
 	})
 	t.Run("starting, with an image that does not come", func(t *testing.T) {
 		w := w.sub(t)
-		ref := w.image("test/b12", func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File("b12", "x", 0o644)}) })
-		registry := w.PID("registry")
-		w.ok(unix.Kill(registry, unix.SIGSTOP))
-		defer func() { w.ok(unix.Kill(registry, unix.SIGCONT)) }()
-		spec := w.spec()
-		spec.Image = ref
+		spec, release := w.stuck("b12")
 		u := w.whileMaking(dormousev1.SandboxPhase_SANDBOX_PHASE_STARTING, func(ctx context.Context) error {
 			_, err := w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Spec: spec})
 			return err
 		})
 		w.deleteNow(u) // the registry still stands
+		release()
 	})
 	t.Run("restoring", func(t *testing.T) {
 		w := w.sub(t)
