@@ -90,6 +90,13 @@ bench: $(BENCHES:%=bench-%) ## every figure, into bench/RESULTS.md
 $(BENCHES:%=bench-%): bench-%: tools images build bundle
 	@bin/bench --out bench --scale $(SCALE) $(BENCHFLAGS) $*
 
+.PHONY: fuzz fuzz-short
+FUZZTIME ?= 2m
+fuzz: ## every fuzz target, FUZZTIME each (2m)
+	@scripts/fuzz.sh $(FUZZTIME)
+fuzz-short: ## every fuzz target for a few hundred inputs
+	@scripts/fuzz.sh 300x
+
 .PHONY: clean
 clean: ## remove bin/; the cache stays
 	@rm -rf bin

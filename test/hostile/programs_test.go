@@ -244,8 +244,8 @@ func (w *world) output(p *client.Process) string {
 func TestB29StuckSentry(t *testing.T) {
 	w := enter(t)
 	s := w.create("stuck", nil)
-	big := w.create("big", func(spec *dormousev1.SandboxSpec) { spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 2 << 30} })
-	w.sh(big, "dd if=/dev/urandom of=/dev/shm/big bs=1M count=700 2>/dev/null")
+	big := w.create("big", func(spec *dormousev1.SandboxSpec) { spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 3 << 30, DiskLimitBytes: 1200 * mib} })
+	w.sh(big, "dd if=/dev/urandom of=/big bs=1M count=1024 2>/dev/null")
 	snap, err := big.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
 	w.ok(err)
 	w.ok(unix.Kill(w.sentry(s), unix.SIGSTOP))

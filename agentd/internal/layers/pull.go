@@ -223,6 +223,9 @@ func (p *puller) choose(entries []ocispec.Descriptor) (ocispec.Descriptor, error
 }
 
 func (p *puller) wrongArchitecture(has []string) error {
+	for i := range has {
+		has[i] = clip(has[i]) // the registry's words
+	}
 	slices.Sort(has)
 	has = slices.Compact(has)
 	list := strings.Join(has[:min(len(has), maxListed)], ",")
@@ -236,16 +239,20 @@ func (p *puller) configOf(ctx context.Context, man ocispec.Manifest) (ocispec.Im
 	if err := p.small(ctx, man.Config, &cfg); err != nil {
 		return cfg, err
 	}
+	return cfg, p.checkConfig(man, cfg)
+}
+
+func (p *puller) checkConfig(man ocispec.Manifest, cfg ocispec.Image) error {
 	if cfg.OS == "" || cfg.Architecture == "" {
-		return cfg, p.bad("its configuration names no operating system or architecture")
+		return p.bad("its configuration names no operating system or architecture")
 	}
 	if !platforms.Only(p.platform).Match(platforms.Normalize(cfg.Platform)) {
-		return cfg, p.wrongArchitecture([]string{platforms.Format(cfg.Platform)})
+		return p.wrongArchitecture([]string{platforms.Format(cfg.Platform)})
 	}
 	if len(cfg.RootFS.DiffIDs) != len(man.Layers) {
-		return cfg, p.bad("it has %d layers and its configuration speaks of %d", len(man.Layers), len(cfg.RootFS.DiffIDs))
+		return p.bad("it has %d layers and its configuration speaks of %d", len(man.Layers), len(cfg.RootFS.DiffIDs))
 	}
-	return cfg, nil
+	return nil
 }
 
 // fetchLayers downloads what is missing, several layers at a time.
