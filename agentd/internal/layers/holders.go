@@ -5,6 +5,7 @@ package layers
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"os"
 	"path/filepath"
@@ -51,18 +52,28 @@ func (s *Store) Hold(_ context.Context, dgst digest.Digest, holder string) error
 	if err := checkHolder(holder); err != nil {
 		return err
 	}
+	file, err := s.hold(dgst, holder)
+	if err != nil {
+		return err
+	}
+	return s.syncHolds(file)
+}
+
+func (s *Store) hold(dgst digest.Digest, holder string) (digest.Digest, error) {
 	unlock, err := s.disk.lock()
 	if err != nil {
-		return s.hostError("hold", err)
+		return "", s.hostError("hold", err)
 	}
 	defer unlock()
 	file, err := s.fileOf(dgst)
 	if err != nil {
-		return err
+		return "", err
 	}
-	return s.holdLocked(file, holder)
+	return file, s.holdLocked(file, holder)
 }
 
+// holdLocked makes the hold; it counts from now on, and outlives the machine once syncHolds returned. The
+// two are apart because every start on the node waits for the lock, and none has to wait for the disk.
 func (s *Store) holdLocked(file digest.Digest, holder string) error {
 	if _, err := os.Stat(s.disk.erofsPath(file)); errors.Is(err, os.ErrNotExist) {
 		return notHere(file.String())
@@ -81,10 +92,24 @@ func (s *Store) holdLocked(file digest.Digest, holder string) error {
 	} else if !errors.Is(err, os.ErrExist) {
 		return s.hostError("hold", err)
 	}
-	if err := writeJSON(path, Holder{Name: holder, Node: s.cfg.Node, Since: time.Now().UTC()}); err != nil {
-		return s.hostError("hold", err)
+	// The name is the hold and its content is for people, so it is neither synced nor put there at one stroke.
+	data, err := json.Marshal(Holder{Name: holder, Node: s.cfg.Node, Since: time.Now().UTC()})
+	if err == nil {
+		err = os.WriteFile(path, data, 0o600)
+	}
+	if err != nil {
+		return s.hostError("hold", errors.Join(err, os.RemoveAll(path)))
 	}
 	fault.At("image.hold.after")
+	return nil
+}
+
+// syncHolds makes the holds of a file durable, and the ends of holds.
+func (s *Store) syncHolds(file digest.Digest) error {
+	err := syncDir(filepath.Join(s.disk.holders(), file.Encoded()))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return s.hostError("hold", err)
+	}
 	return nil
 }
 
@@ -93,24 +118,36 @@ func (s *Store) Release(_ context.Context, dgst digest.Digest, holder string) er
 	if err := checkHolder(holder); err != nil {
 		return err
 	}
+	file, err := s.release(dgst, holder)
+	if err != nil || file == "" {
+		return err
+	}
+	if err := s.syncHolds(file); err != nil {
+		return err
+	}
+	fault.At("image.release.after")
+	return nil
+}
+
+// release gives the file that was held, "" where there is none.
+func (s *Store) release(dgst digest.Digest, holder string) (digest.Digest, error) {
 	unlock, err := s.disk.lock()
 	if err != nil {
-		return s.hostError("release", err)
+		return "", s.hostError("release", err)
 	}
 	defer unlock()
 	file, err := s.fileOf(dgst)
 	if errs.Has(err, errs.ImageNotFound) {
-		return nil
+		return "", nil
 	}
 	if err != nil {
-		return err
+		return "", err
 	}
-	dir := filepath.Join(s.disk.holders(), file.Encoded())
-	if err := removeDurably(dir, holderFile(holder, s.cfg.Node)); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return s.hostError("release", err)
+	err = os.Remove(filepath.Join(s.disk.holders(), file.Encoded(), holderFile(holder, s.cfg.Node)))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return "", s.hostError("release", err)
 	}
-	fault.At("image.release.after")
-	return nil
+	return file, nil
 }
 
 // Holders lists who holds an image's file, by name.

@@ -263,6 +263,18 @@ func (s *Store) lookup(dgst digest.Digest, platform ocispec.Platform) (record, e
 
 // finish holds the image if asked to, remembers what the reference stood for, and notes the use.
 func (s *Store) finish(ref imageRef, asked digest.Digest, rec record, holder string, platform ocispec.Platform, tell func(Progress)) (Image, error) {
+	img, err := s.finishLocked(ref, asked, rec, holder, platform)
+	if err == nil && holder != "" {
+		err = s.syncHolds(rec.ErofsDigest)
+	}
+	if err != nil {
+		return Image{}, err
+	}
+	tell(Progress{Phase: PhaseDone})
+	return img, nil
+}
+
+func (s *Store) finishLocked(ref imageRef, asked digest.Digest, rec record, holder string, platform ocispec.Platform) (Image, error) {
 	unlock, err := s.disk.lock()
 	if err != nil {
 		return Image{}, s.hostError("finish", err)
@@ -286,7 +298,6 @@ func (s *Store) finish(ref imageRef, asked digest.Digest, rec record, holder str
 	_ = os.Chtimes(filepath.Join(s.disk.records(), s.disk.recordName(rec.ManifestDigest)), now, now)
 	img := s.disk.image(rec)
 	img.Reference, img.Digest = ref.full, asked
-	tell(Progress{Phase: PhaseDone})
 	return img, nil
 }
 
