@@ -119,6 +119,9 @@ func openChecked(opts Options) (db *bolt.DB, err error) {
 	if err := refuseForeign(opts.Path); err != nil {
 		return nil, err
 	}
+	if err := verifyFile(opts.Path); err != nil {
+		return nil, damaged(opts.Path, err)
+	}
 	db, err = bolt.Open(opts.Path, 0o600, &bolt.Options{Timeout: opts.LockTimeout})
 	switch {
 	case errors.Is(err, berrors.ErrTimeout):
@@ -200,12 +203,20 @@ func migrate(db *bolt.DB, node string, version int, steps []migration) error {
 				return errs.Wrap(err, errs.InternalError, "bring the state file %s from version %d to %d: %v", db.Path(), has, has+1, err)
 			}
 		}
+		for _, name := range buckets {
+			if tx.Bucket(name) == nil {
+				return damaged(db.Path(), fmt.Errorf("it has no bucket %q", name))
+			}
+		}
 		return meta.Put(keyVersion, []byte(strconv.Itoa(version)))
 	})
 }
 
+// buckets are those that a file of this version has.
+var buckets = [][]byte{bucketMeta, bucketSandboxes, bucketSnapshots, bucketVolumes, bucketCommands, bucketByTime}
+
 func initialise(tx *bolt.Tx, node string, version int) error {
-	for _, name := range [][]byte{bucketMeta, bucketSandboxes, bucketSnapshots, bucketVolumes, bucketCommands, bucketByTime} {
+	for _, name := range buckets {
 		if _, err := tx.CreateBucket(name); err != nil {
 			return err
 		}
