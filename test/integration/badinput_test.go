@@ -120,7 +120,7 @@ func TestBadInputCreate(t *testing.T) {
 			if err == nil {
 				t.Fatalf("it worked: %v", s.Last)
 			}
-			e := w.refused(err, tc.reason)
+			e := w.refusal(err, tc.reason)
 			for _, part := range tc.says {
 				if !strings.Contains(e.Message, part) {
 					t.Errorf("%q does not speak of %q", e.Message, part)
@@ -202,7 +202,7 @@ func TestBadInputProcess(t *testing.T) {
 // Wrong credentials for a registry are refused as the registry's answer, and found nowhere afterwards.
 func TestBadInputRegistryCredentials(t *testing.T) {
 	w := enter(t)
-	ref := w.image("test/denied", func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File("denied", "x", 0o644)}) })
+	ref := w.image("test/"+w.tenant, func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File("denied", w.tenant, 0o644)}) })
 	wrong := cluster.NewPassword()
 	file := filepath.Join(w.NodeDir(1), "docker.json")
 	right, err := os.ReadFile(file)
@@ -215,7 +215,7 @@ func TestBadInputRegistryCredentials(t *testing.T) {
 	spec := w.spec()
 	spec.Image, spec.NodeSelector = ref, map[string]string{"zone": "z1"}
 	_, err = w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: spec})
-	if e := w.refused(err, errs.RegistryDenied); e.Details["registry"] != w.RegistryHost() {
+	if e := w.refusal(err, errs.RegistryDenied); e.Details["registry"] != w.RegistryHost() {
 		t.Errorf("details %v", e.Details)
 	}
 	_, err = w.api.PullImage(w.ctx, ref, "node-1", nil)
@@ -237,7 +237,7 @@ func TestBadInputUnknownField(t *testing.T) {
 		text, says string
 	}{
 		"a field of the spec": {"spec:\n  image: " + w.busybox() + "\n  imagine: x\n", "imagine"},
-		"a field at the top":  {"nmae: x\nspec:\n  image: " + w.busybox() + "\n", "nmae"},
+		"a field at the top":  {"nom: x\nspec:\n  image: " + w.busybox() + "\n", "nom"},
 		"a nested field":      {"spec:\n  image: " + w.busybox() + "\n  resources:\n    memory: 5\n", "memory"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -251,7 +251,7 @@ func TestBadInputUnknownField(t *testing.T) {
 		})
 	}
 	for name, tc := range map[string]struct{ method, path, body, field string }{
-		"at the top":    {"POST", "/v1/sandboxes", `{"spec": {"image": "x"}, "nmae": "y"}`, "nmae"},
+		"at the top":    {"POST", "/v1/sandboxes", `{"spec": {"image": "x"}, "nom": "y"}`, "nom"},
 		"nested":        {"POST", "/v1/sandboxes", `{"spec": {"image": "x", "resources": {"memory": 5}}}`, "spec.resources.memory"},
 		"in the query":  {"GET", "/v1/sandboxes?page_sise=3", "", "page_sise"},
 		"of a volume":   {"POST", "/v1/volumes", `{"size": 5}`, "size"},

@@ -165,13 +165,13 @@ func (f *f09) replay() {
 // deletionsRefused is F05 and C26. The sources are deleted in between.
 func (f *f09) deletionsRefused() {
 	for _, p := range f.subjects {
-		if e := f.refused(p.volume.Delete(f.ctx, ""), errs.AlreadyAttached); e.Details["holder"] != p.sandbox.UID {
+		if e := f.refusal(p.volume.Delete(f.ctx, ""), errs.AlreadyAttached); e.Details["holder"] != p.sandbox.UID {
 			f.Errorf("the holder is %q, want %s", e.Details["holder"], p.sandbox.UID)
 		}
 	}
 	f.all(func(i int) error { return f.subjects[i].sandbox.Delete(f.ctx, "") })
 	for _, p := range f.subjects {
-		e := f.refused(p.volume.Delete(f.ctx, ""), errs.StillReferenced)
+		e := f.refusal(p.volume.Delete(f.ctx, ""), errs.StillReferenced)
 		for _, snap := range p.taken {
 			if !strings.Contains(e.Details["references"], snap.UID) {
 				f.Errorf("the refusal names %q, not snapshot %s", e.Details["references"], snap.UID)
@@ -216,7 +216,7 @@ func (f *f09) staleVolume() {
 
 func (f *f09) stale(err error, fresh *client.Volume) {
 	f.Helper()
-	e := f.refused(err, errs.StaleUID)
+	e := f.refusal(err, errs.StaleUID)
 	if e.Code != errs.Conflict || e.Outcome != errs.NotStarted || e.Retry != errs.Never || e.Details["current_uid"] != fresh.UID {
 		f.Errorf("%v %v", e, e.Details)
 	}

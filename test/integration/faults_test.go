@@ -24,7 +24,7 @@ import (
 // stuck gives a spec whose image does not come until the returned function is called.
 func (w *world) stuck(name string) (*dormousev1.SandboxSpec, func()) {
 	w.Helper()
-	ref := w.image("test/"+name, func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File(name, "x", 0o644)}) })
+	ref := w.image("test/"+name+"-"+w.tenant, func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File(name, w.tenant, 0o644)}) })
 	spec := w.spec() // has its own image pushed, which needs the registry
 	spec.Image = ref
 	registry := w.PID("registry")
@@ -169,7 +169,7 @@ func (w *world) sentry(s *client.Sandbox) int {
 // attempt succeeds.
 func TestRegistryKilledDuringPull(t *testing.T) {
 	w := enter(t)
-	ref := w.image("test/cut", func() (v1.Image, error) { return busyboxAnd(ballast(32 * mib)) })
+	ref := w.image("test/"+w.tenant, func() (v1.Image, error) { return busyboxAnd(ballast(32 * mib)) })
 	killed := false
 	_, err := w.api.PullImage(w.ctx, ref, "node-1", func(p *dormousev1.PullProgress) {
 		if p.GetStep() == "pulling" && !killed {

@@ -69,7 +69,7 @@ func (w *world) ready(digest string) int {
 // it from nobody.
 func TestI02OneConversion(t *testing.T) {
 	w := enter(t)
-	ref := w.image("test/i02", func() (v1.Image, error) { return busyboxAnd(ballast(48 * mib)) })
+	ref := w.image("test/"+w.tenant, func() (v1.Image, error) { return busyboxAnd(ballast(48 * mib)) })
 	_, digest, _ := strings.Cut(ref, "@")
 	spec := w.spec()
 	spec.Image, spec.NodeSelector = ref, map[string]string{"zone": "z1"}
@@ -153,7 +153,7 @@ func TestI02OneConversion(t *testing.T) {
 // An image stays while a sandbox or a snapshot needs it, and goes when asked after.
 func TestI04HeldWhileUsed(t *testing.T) {
 	w := enter(t)
-	ref := w.image("test/i04", func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File("i04", "i04", 0o644)}) })
+	ref := w.image("test/"+w.tenant, func() (v1.Image, error) { return busyboxAnd([]images.Entry{images.File("i04", "i04", 0o644)}) })
 	_, digest, _ := strings.Cut(ref, "@")
 	spec := w.spec()
 	spec.Image = ref
@@ -171,7 +171,7 @@ func TestI04HeldWhileUsed(t *testing.T) {
 	restored, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
 	w.ok(err)
 	w.ok(snap.Delete(w.ctx, ""))
-	e := w.refused(w.Client.DeleteImage(w.ctx, digest), errs.StillReferenced)
+	e := w.refusal(w.Client.DeleteImage(w.ctx, digest), errs.StillReferenced)
 	if !strings.Contains(e.Details["references"], restored.UID) {
 		t.Errorf("the refusal names %q, not %s", e.Details["references"], restored.UID)
 	}

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -92,8 +93,11 @@ func keepLogs(c *cluster.Cluster) {
 	fmt.Fprintln(os.Stderr, "the daemons' logs are kept in", dir)
 }
 
+// turns counts the worlds, so that a test that is run again meets nothing of its own.
+var turns atomic.Int64
+
 // tenantOf makes a test's name that of its tenant.
 func tenantOf(t testing.TB) string {
 	name := strings.ToLower(strings.NewReplacer("/", "-", "_", "-", " ", "-").Replace(t.Name()))
-	return "t" + name[max(0, len(name)-60):]
+	return fmt.Sprintf("t%d-%s", turns.Add(1), name[:min(len(name), 50)])
 }

@@ -39,7 +39,7 @@ func TestC25SameOperationOtherBody(t *testing.T) {
 		other := proto.CloneOf(req)
 		change(other)
 		_, err := volumes.CreateVolume(w.ctx, other)
-		if e := w.refused(err, errs.OperationBodyMismatch); e.OperationID != req.OperationId {
+		if e := w.refusal(err, errs.OperationBodyMismatch); e.OperationID != req.OperationId {
 			t.Errorf("%s: operation id %q", name, e.OperationID)
 		}
 		body, err := protojson.Marshal(other)

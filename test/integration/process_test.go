@@ -136,7 +136,9 @@ func TestB18ProcessOutlivesAgentd(t *testing.T) {
 		}
 	}
 	stop()
-	<-read
+	if err := <-read; err == nil {
+		t.Error("the reader ended although the process runs")
+	}
 	if lines.wrong != "" {
 		t.Error(lines.wrong)
 	}

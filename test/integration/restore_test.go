@@ -40,7 +40,7 @@ func TestB07MountsAtRestore(t *testing.T) {
 
 	// The source still has its volumes.
 	_, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
-	if e := w.refused(err, errs.AlreadyAttached); e.Details["holder"] != source.UID {
+	if e := w.refusal(err, errs.AlreadyAttached); e.Details["holder"] != source.UID {
 		t.Errorf("holder %q, want the source", e.Details["holder"])
 	}
 	w.ok(source.Delete(w.ctx, ""))
@@ -68,7 +68,7 @@ func TestB07MountsAtRestore(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := w.sub(t)
 			_, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{Volumes: tc.bindings})
-			e := w.refused(err, tc.reason)
+			e := w.refusal(err, tc.reason)
 			for k, v := range tc.details {
 				if e.Details[k] != v {
 					t.Errorf("%v: detail %s is %q, want %q", e, k, e.Details[k], v)

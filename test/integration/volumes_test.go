@@ -22,7 +22,7 @@ func TestVolumeSharedReadOnly(t *testing.T) {
 	w.sh(writer, "echo shared > /data/file")
 	shared := &dormousev1.VolumeSpec{Access: dormousev1.VolumeAccess_VOLUME_ACCESS_SHARED_READ_ONLY, SourceVolumeUid: source.UID}
 	_, err := w.api.CreateVolume(w.ctx, &dormousev1.CreateVolumeRequest{Spec: shared})
-	if e := w.refused(err, errs.AlreadyAttached); e.Details["holder"] != writer.UID {
+	if e := w.refusal(err, errs.AlreadyAttached); e.Details["holder"] != writer.UID {
 		t.Errorf("details %v", e.Details)
 	}
 	w.ok(writer.Delete(w.ctx, ""))
@@ -81,7 +81,7 @@ func TestB15OneNameOneWinner(t *testing.T) {
 		return nil
 	}))
 	for _, err := range losers {
-		if e := w.refused(err, errs.NameTaken); e.Details["uid"] != winner {
+		if e := w.refusal(err, errs.NameTaken); e.Details["uid"] != winner {
 			t.Errorf("the name is %q's, not %s's", e.Details["uid"], winner)
 		}
 	}
@@ -103,7 +103,7 @@ func TestCordon(t *testing.T) {
 		w.ok(err)
 	}()
 	_, err = w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: spec})
-	if e := w.refused(err, errs.NoNodeFits); !strings.Contains(e.Message, "cordon") {
+	if e := w.refusal(err, errs.NoNodeFits); !strings.Contains(e.Message, "cordon") {
 		t.Errorf("%v", e)
 	}
 	if other := w.create(w.spec()); w.nodeOf(other) != 2 {

@@ -153,8 +153,14 @@ func (w *world) ok(err error) {
 	}
 }
 
-// refused checks that an error has the reason, with the meaning that the reason always has, and says something.
-func (w *world) refused(err error, reason errs.Reason) *errs.Error {
+// refused is refusal for who needs no more of the error.
+func (w *world) refused(err error, reason errs.Reason) {
+	w.Helper()
+	_ = w.refusal(err, reason) // checked there
+}
+
+// refusal checks that an error has the reason, with the meaning that the reason always has, and says something.
+func (w *world) refusal(err error, reason errs.Reason) *errs.Error {
 	w.Helper()
 	if err == nil {
 		w.Fatalf("it worked; want %s", reason)
