@@ -161,13 +161,13 @@ func (a *App) open(ctx context.Context) error {
 		}
 		store, err := redis.Open(ctx, o)
 		if err != nil {
-			return err
+			return fmt.Errorf("the catalog at %s: %w", o.Address, err)
 		}
 		a.store = store
 	}
 	st, err := a.store.Status(ctx)
 	if err != nil {
-		return err
+		return fmt.Errorf("the catalog at %s: %w", a.cfg.Redis.Address, err)
 	}
 	a.log.Info("catalog opened", "server", st.Server, "durability", st.Durability, "incarnation", st.Incarnation, "seq", st.Seq)
 	a.health.Ready("catalog", func(ctx context.Context) error {

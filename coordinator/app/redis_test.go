@@ -3,6 +3,7 @@ package app_test
 import (
 	"context"
 	"io"
+	"strings"
 	"testing"
 	"time"
 
@@ -95,4 +96,7 @@ func TestRedisThatIsNotDurableIsRefused(t *testing.T) {
 	cfg.Redis.Address, cfg.Admin = server.Socket, ""
 	_, err := app.Start(context.Background(), cfg, app.WithLog(io.Discard))
 	wantReason(t, err, errs.StoreNotDurable)
+	if !strings.Contains(err.Error(), cfg.Redis.Address) {
+		t.Errorf("which server is not said: %v", err)
+	}
 }

@@ -40,9 +40,9 @@ func newApp(out, err io.Writer) *cli.App {
 				Flags:  flags(&cli.StringFlag{Name: "kind", Usage: "sandbox, snapshot, volume or image", Value: "sandbox"}),
 				Action: action(1, 1, inspect),
 			},
-			{Name: "ps", Usage: "list the processes of a sandbox", ArgsUsage: "SANDBOX", Flags: flags(), Action: action(1, 1, ps)},
+			{Name: "ps", Usage: "list the processes of a sandbox", ArgsUsage: "UID", Flags: flags(), Action: action(1, 1, ps)},
 			{
-				Name: "logs", Usage: "show the output of a process, by default of the sandbox's own command", ArgsUsage: "SANDBOX [PROCESS]",
+				Name: "logs", Usage: "show the output of a process, by default of the sandbox's own command", ArgsUsage: "UID [PROCESS]",
 				Flags: []cli.Flag{
 					&cli.BoolFlag{Name: "follow", Aliases: []string{"f"}, Usage: "go on until the process ends"},
 					&cli.DurationFlag{Name: "timeout", Usage: "stop after this time"},

@@ -93,16 +93,20 @@ func leave(s *show, c *cluster.Cluster, image string) error {
 	if err := c.Keep(); err != nil {
 		return err
 	}
+	which := "" // DEMO_DIR has to be said again where it is not the Makefile's own
+	if dir := os.Getenv("DEMO_DIR"); dir != "" {
+		which = " DEMO_DIR=" + dir
+	}
 	fmt.Fprintf(s.out, `
 The cluster is still up. In this checkout:
 
-    eval "$(make -s env)"
+    eval "$(make -s env%[1]s)"
     SB=$(dormouse create --name first $DEMO_IMAGE)
     dormouse exec $SB -- python3 -c 'print("hello from inside")'
     dormouse checkpoint $SB
     dormouse ls -o wide
     agentctl ls
-    make down        # ends it
-`)
+    make down%[1]s        # ends it
+`, which)
 	return nil
 }
