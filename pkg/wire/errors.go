@@ -9,6 +9,7 @@ package wire
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"strings"
 
@@ -231,12 +232,31 @@ func FromStatus(err error) *errs.Error {
 	case codes.Canceled:
 		return errs.From(context.Canceled)
 	}
-	if _, why, ok := strings.Cut(st.Message(), "Error while dialing: "); ok {
-		return errs.Wrap(err, errs.ReplyLost, "the server cannot be reached (%s); if a call was on its way, ask again with the same operation id to learn its outcome", clip(strings.TrimSuffix(why, `"`), maxDetail)).
-			With("grpc_code", st.Code().String())
+	if _, sizes, ok := strings.Cut(st.Message(), "message larger than max ("); ok && st.Code() == codes.ResourceExhausted {
+		// gRPC's own refusal of a request, before anything of ours has seen it, or of an answer.
+		got, limit, _ := strings.Cut(strings.TrimSuffix(sizes, ")"), " vs. ")
+		return errs.Wrap(err, errs.LimitExceeded, "a message of %s bytes is too large, the limit is %s; send large data in pieces", clip(got, 20), clip(limit, 20)).
+			With("field", "message").With("limit", clip(limit, 20)).With("got", clip(got, 20)).WithOutcome(errs.Unknown, errs.Never)
 	}
-	return errs.Wrap(err, errs.ReplyLost, "no answer from the server (%s); ask again with the same operation id to learn the outcome", clip(st.Message(), maxDetail)).
+	return errs.Wrap(err, errs.ReplyLost, "%s; if a call was on its way, ask again with the same operation id to learn its outcome", noAnswer(st.Message())).
 		With("grpc_code", st.Code().String())
+}
+
+// noAnswer says why there is no answer, from what the transport says. The texts are gRPC's: one that
+// is not known is passed on as it is.
+func noAnswer(said string) string {
+	for _, known := range []struct{ mark, text string }{
+		{"Error while dialing: ", "the server cannot be reached (%s)"},
+		{"authentication handshake failed: ", "the server was not trusted, or did not trust the caller (%s); check the address and the CA"},
+	} {
+		if _, why, ok := strings.Cut(said, known.mark); ok {
+			return fmt.Sprintf(known.text, clip(strings.TrimSuffix(why, `"`), maxDetail))
+		}
+	}
+	if strings.Contains(said, "unexpected HTTP status code received from server") {
+		return "what answers there does not speak gRPC; check the address and the port"
+	}
+	return fmt.Sprintf("no answer from the server (%s)", clip(said, maxDetail))
 }
 
 // clip bounds a text and makes it valid UTF-8.

@@ -291,6 +291,19 @@ func TestTransportErrorIsUnknown(t *testing.T) {
 	}
 }
 
+func TestNoAnswer(t *testing.T) {
+	for said, want := range map[string]string{
+		`connection error: desc = "transport: Error while dialing: dial tcp 10.0.0.1:1: connect: connection refused"`:          "the server cannot be reached (dial tcp 10.0.0.1:1: connect: connection refused)",
+		`connection error: desc = "transport: authentication handshake failed: x509: certificate signed by unknown authority"`: "the server was not trusted, or did not trust the caller (x509: certificate signed by unknown authority); check the address and the CA",
+		`unexpected HTTP status code received from server: 404 (Not Found); transport: received unexpected content-type "a"`:   "what answers there does not speak gRPC; check the address and the port",
+		"error reading from server: EOF": "no answer from the server (error reading from server: EOF)",
+	} {
+		if got := noAnswer(said); got != want {
+			t.Errorf("%s: %s", said, got)
+		}
+	}
+}
+
 func TestPanicsAreInternalAndCounted(t *testing.T) {
 	b := newBench(t)
 	b.svc.panic = "secret in a panic"
