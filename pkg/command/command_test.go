@@ -66,6 +66,27 @@ func TestComplete(t *testing.T) {
 	}
 }
 
+func TestCompleteNames(t *testing.T) {
+	a := &cli.App{
+		Flags: []cli.Flag{&cli.StringFlag{Name: "addr"}},
+		Commands: []*cli.Command{
+			{Name: "rm", ArgsUsage: "BOX...", Flags: OutputFlags()}, {Name: "fork", ArgsUsage: "BOX|SNAP"}, {Name: "exec", ArgsUsage: "BOX -- CMD..."},
+		},
+		Metadata: map[string]any{NamesKey: Names(func(kind string) []string {
+			return []string{strings.ToLower(kind) + "-1", strings.ToLower(kind) + "-2"}
+		})},
+	}
+	for in, want := range map[string]string{
+		"": "rm fork exec", "rm": "box-1 box-2", "rm box-1": "box-1 box-2", "fork": "box-1 box-2 snap-1 snap-2", "fork x": "",
+		"exec": "box-1 box-2", "exec box-1": "", "exec box-1 -- ls": "", "rm -o": "table wide json yaml name", "rm -o json": "box-1 box-2",
+		"--addr h rm": "",
+	} {
+		if d := cmp.Diff(want, strings.Join(Complete(a, strings.Fields(in)), " ")); d != "" {
+			t.Errorf("%q (-want +got):\n%s", in, d)
+		}
+	}
+}
+
 func TestCodes(t *testing.T) {
 	for want, err := range map[int]error{
 		0: nil, 1: errors.New("anything"), 2: &UsageError{Message: "x"}, 3: fmt.Errorf("x: %w", errs.New(errs.ImageNotFound, "x")),

@@ -15,10 +15,16 @@ const CompletionFlag = "--complete-next"
 // choices is an ArgsUsage that lists all that an argument can be.
 var choices = regexp.MustCompile(`^[a-z]+(\|[a-z]+)+$`)
 
-// Complete gives what may follow the words: subcommands, the choices of an argument, or, when the
-// last word begins with a dash, the flags that begin like it.
+// Names lists what an argument of a kind can be; the kinds are the capitals of ArgsUsage.
+type Names func(kind string) []string
+
+// NamesKey is where the Metadata of an app may have Names.
+const NamesKey = "names"
+
+// Complete gives what may follow the words: subcommands, the choices of an argument or of a flag's
+// value, or, when the last word begins with a dash, the flags that begin like it.
 func Complete(app *cli.App, words []string) []string {
-	flags, commands, args := app.Flags, app.Commands, ""
+	flags, commands, args, given := app.Flags, app.Commands, "", 0
 	for i := 0; i < len(words); i++ {
 		w := words[i]
 		if w == "--" && i < len(words)-1 {
@@ -26,6 +32,9 @@ func Complete(app *cli.App, words []string) []string {
 		}
 		if strings.HasPrefix(w, "-") {
 			if i == len(words)-1 {
+				if f := lookup(flags, strings.TrimLeft(w, "-")); f != nil && takesValue(f) {
+					return flagValues(f)
+				}
 				return flagNames(flags, w)
 			}
 			if f := lookup(flags, strings.TrimLeft(w, "-")); f != nil && takesValue(f) {
@@ -35,7 +44,9 @@ func Complete(app *cli.App, words []string) []string {
 		}
 		next := find(commands, w)
 		if next == nil {
-			return nil // an argument: the shell completes files
+			commands = nil
+			given++
+			continue
 		}
 		flags, commands, args = next.Flags, next.Subcommands, next.ArgsUsage
 	}
@@ -45,10 +56,28 @@ func Complete(app *cli.App, words []string) []string {
 			out = append(out, c.Name)
 		}
 	}
-	if choices.MatchString(args) {
+	if given == 0 && choices.MatchString(args) {
 		out = strings.Split(args, "|")
 	}
+	first, _, _ := strings.Cut(args, " ")
+	kinds, many := strings.CutSuffix(first, "...")
+	names, ok := app.Metadata[NamesKey].(Names)
+	// Names are asked for where the environment says, so not when flags may say otherwise.
+	if !ok || kinds == "" || given > 0 && !many || strings.HasPrefix(words[0], "-") {
+		return out
+	}
+	for kind := range strings.SplitSeq(kinds, "|") {
+		out = append(out, names(kind)...)
+	}
 	return out
+}
+
+// flagValues gives what a flag's value can be, where that is a closed set.
+func flagValues(f cli.Flag) []string {
+	if f.Names()[0] == "output" {
+		return []string{"table", "wide", "json", "yaml", "name"}
+	}
+	return nil
 }
 
 // flagNames gives the flags in the form that the word has begun, each once.

@@ -38,6 +38,7 @@ func newApp(s streams) *cli.App {
 		Usage:   "create, checkpoint, fork and restore sandboxes",
 		Version: version.Get().String(),
 		Reader:  s.in, Writer: s.out, ErrWriter: s.err,
+		Metadata: map[string]any{command.NamesKey: command.Names(names)},
 		Flags: []cli.Flag{
 			&cli.StringFlag{Name: "addr", Usage: "the coordinator: https://host:port or unix:///path (DORMOUSE_ADDR)"},
 			&cli.StringFlag{Name: "api-key-file", Usage: "file with the API key (DORMOUSE_API_KEY has the key itself)"},

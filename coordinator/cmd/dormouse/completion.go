@@ -1,12 +1,68 @@
 package main
 
 import (
+	"context"
 	"io"
+	"iter"
+	"time"
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/command"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
+
+// completionTime is how long a person who pressed Tab waits for names.
+const completionTime = 2 * time.Second
+
+// names lists what an argument can be, for the shells: the names, and the uids of what has none. Where
+// the server does not answer there are none.
+func names(kind string) []string {
+	cfg, err := client.FromEnvironment("")
+	if err != nil {
+		return nil
+	}
+	c, err := client.Dial(cfg)
+	if err != nil {
+		return nil
+	}
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), completionTime)
+	defer cancel()
+	switch kind {
+	case "SANDBOX":
+		return namesOf(c.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}))
+	case "SNAPSHOT":
+		return namesOf(c.ListSnapshots(ctx, &dormousev1.ListSnapshotsRequest{}))
+	case "VOLUME":
+		return namesOf(c.ListVolumes(ctx, &dormousev1.ListVolumesRequest{}))
+	case "NODE":
+		var out []string
+		for n, err := range c.ListNodes(ctx) {
+			if err == nil {
+				out = append(out, n.GetName())
+			}
+		}
+		return out
+	}
+	return nil
+}
+
+func namesOf[T interface{ GetMeta() *dormousev1.ObjectMeta }](objects iter.Seq2[T, error]) []string {
+	var out []string
+	for o, err := range objects {
+		if err != nil {
+			break
+		}
+		if name := o.GetMeta().GetName(); name != "" {
+			out = append(out, name)
+		} else {
+			out = append(out, o.GetMeta().GetUid())
+		}
+	}
+	return out
+}
 
 // completionScripts ask the program itself what may come next. Nothing is completed after "--":
 // those words are the sandbox's.

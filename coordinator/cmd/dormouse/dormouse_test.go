@@ -327,6 +327,16 @@ func TestNames(t *testing.T) {
 	}
 }
 
+func TestCompletionKnowsTheNames(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	f.add("", nil, nil)
+	ok(t, "box\n"+uidAt(2)+"\n", "exec", command.CompletionFlag)
+	ok(t, "n1\nn2\n", "node", "cordon", command.CompletionFlag)
+	t.Setenv("DORMOUSE_ADDR", "unix:"+t.TempDir()+"/nobody")
+	ok(t, "", "rm", command.CompletionFlag)
+}
+
 func TestFailedSandboxIsAnError(t *testing.T) {
 	f := serve(t)
 	f.add("box", nil, nil).Status = &dormousev1.SandboxStatus{Phase: dormousev1.SandboxPhase_SANDBOX_PHASE_FAILED, Reason: "StartFailed", Message: "no room"}
