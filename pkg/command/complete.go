@@ -56,17 +56,25 @@ func Complete(app *cli.App, words []string) []string {
 			out = append(out, c.Name)
 		}
 	}
-	if given == 0 && choices.MatchString(args) {
-		out = strings.Split(args, "|")
-	}
-	first, _, _ := strings.Cut(args, " ")
-	kinds, many := strings.CutSuffix(first, "...")
 	names, ok := app.Metadata[NamesKey].(Names)
-	// Names are asked for where the environment says, so not when flags may say otherwise.
-	if !ok || kinds == "" || given > 0 && !many || strings.HasPrefix(words[0], "-") {
-		return out
+	if !ok || len(words) > 0 && strings.HasPrefix(words[0], "-") {
+		names = func(string) []string { return nil } // they are asked for where the environment says, not the flags
 	}
-	for kind := range strings.SplitSeq(kinds, "|") {
+	return append(out, arguments(args, given, names)...)
+}
+
+// arguments gives what the next argument can be, after as many as were given.
+func arguments(usage string, given int, names Names) []string {
+	first, _, _ := strings.Cut(usage, " ")
+	first, many := strings.CutSuffix(first, "...")
+	if first == "" || given > 0 && !many {
+		return nil
+	}
+	if choices.MatchString(first) {
+		return strings.Split(first, "|")
+	}
+	var out []string
+	for kind := range strings.SplitSeq(first, "|") {
 		out = append(out, names(kind)...)
 	}
 	return out
