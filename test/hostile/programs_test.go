@@ -244,7 +244,9 @@ func (w *world) output(p *client.Process) string {
 func TestB29StuckSentry(t *testing.T) {
 	w := enter(t)
 	s := w.create("stuck", nil)
-	big := w.create("big", func(spec *dormousev1.SandboxSpec) { spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 3 << 30, DiskLimitBytes: 1200 * mib} })
+	big := w.create("big", func(spec *dormousev1.SandboxSpec) {
+		spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 3 << 30, DiskLimitBytes: 1200 * mib}
+	})
 	w.sh(big, "dd if=/dev/urandom of=/big bs=1M count=1024 2>/dev/null")
 	snap, err := big.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
 	w.ok(err)
