@@ -45,7 +45,7 @@ build: ## compile every command into bin/
 	@mkdir -p bin
 	@$(GOBUILD) -o bin/ $(addprefix ./,$(COMMANDS))
 bundle: tools ## make the runtime bundle (runsc + guest init) in bin/bundle
-	@scripts/bundle.sh bin/bundle
+	@digest=$$(scripts/bundle.sh bin/bundle) && echo "[bundle] $$digest"
 
 # ---- running it ---------------------------------------------------------------
 

@@ -68,7 +68,7 @@ func TestComplete(t *testing.T) {
 
 func TestCompleteNames(t *testing.T) {
 	a := &cli.App{
-		Flags: []cli.Flag{&cli.StringFlag{Name: "addr"}},
+		Flags: []cli.Flag{&cli.StringFlag{Name: "addr"}, &cli.BoolFlag{Name: "apart", Hidden: true}},
 		Commands: []*cli.Command{
 			{Name: "rm", ArgsUsage: "BOX...", Flags: OutputFlags()}, {Name: "fork", ArgsUsage: "BOX|SNAP"}, {Name: "exec", ArgsUsage: "BOX -- CMD..."},
 		},
@@ -79,7 +79,7 @@ func TestCompleteNames(t *testing.T) {
 	for in, want := range map[string]string{
 		"": "rm fork exec", "rm": "box-1 box-2", "rm box-1": "box-1 box-2", "fork": "box-1 box-2 snap-1 snap-2", "fork x": "",
 		"exec": "box-1 box-2", "exec box-1": "", "exec box-1 -- ls": "", "rm -o": "table wide json yaml name", "rm -o json": "box-1 box-2",
-		"--addr h rm": "",
+		"--addr h rm": "", "--a": "--addr",
 	} {
 		if d := cmp.Diff(want, strings.Join(Complete(a, strings.Fields(in)), " ")); d != "" {
 			t.Errorf("%q (-want +got):\n%s", in, d)

@@ -92,6 +92,9 @@ func flagValues(f cli.Flag) []string {
 func flagNames(flags []cli.Flag, word string) []string {
 	var out []string
 	for _, f := range append(slices.Clone(flags), cli.HelpFlag) {
+		if v, ok := f.(cli.VisibleFlag); ok && !v.IsVisible() {
+			continue
+		}
 		for _, n := range f.Names() {
 			dashed := "-" + n
 			if len(n) > 1 {

@@ -327,6 +327,16 @@ func TestNames(t *testing.T) {
 	}
 }
 
+func TestTerminalIsRefusedWithAWord(t *testing.T) {
+	f := serve(t)
+	f.add("box", nil, nil)
+	for _, args := range [][]string{{"exec", "-it", "box", "--", "sh"}, {"exec", "box", "-t", "--", "sh"}, {"run", "-it", "reg.example/a:1", "--", "sh"}} {
+		if r := dormouse(t, args...); r.code != 2 || !strings.Contains(r.err, "no terminals (-t)") {
+			t.Errorf("%v: %+v", args, r)
+		}
+	}
+}
+
 func TestCompletionKnowsTheNames(t *testing.T) {
 	f := serve(t)
 	f.add("box", nil, nil)

@@ -29,8 +29,19 @@ const (
 	exitNotFound    = 127
 )
 
-func inputFlag() cli.Flag {
-	return &cli.BoolFlag{Name: "interactive", Aliases: []string{"i"}, Usage: "pass standard input on"}
+// inputFlags are -i, and -t for those whose fingers type it: it is refused with a word of what to do.
+func inputFlags() []cli.Flag {
+	return []cli.Flag{
+		&cli.BoolFlag{Name: "interactive", Aliases: []string{"i"}, Usage: "pass standard input on"},
+		&cli.BoolFlag{Name: "tty", Aliases: []string{"t"}, Hidden: true},
+	}
+}
+
+func noTerminal(c call) error {
+	if c.Bool("tty") {
+		return command.Usage(c.Context, "there are no terminals (-t) inside yet; leave it out, -i passes standard input on")
+	}
+	return nil
 }
 
 func processTimeout() cli.Flag {
@@ -41,7 +52,7 @@ func runCommand() *cli.Command {
 	return &cli.Command{
 		Name: "run", Usage: "create a sandbox, run a command in it, and pass on its exit code", ArgsUsage: "IMAGE [-- CMD...]",
 		Description: "Without CMD the image's own command runs. The sandbox stays, unless --rm is given; its uid goes to standard error.",
-		Flags: append(specFlags(), operationFlag(), inputFlag(), processTimeout(),
+		Flags: append(append(specFlags(), inputFlags()...), operationFlag(), processTimeout(),
 			&cli.BoolFlag{Name: "rm", Usage: "delete the sandbox afterwards"}),
 		Action: patient(1, -1, func(c call) error {
 			ctx, in := catchInterrupts(c.ctx)
@@ -53,6 +64,9 @@ func runCommand() *cli.Command {
 }
 
 func runImage(c call, in *interrupts) (err error) {
+	if err := noTerminal(c); err != nil {
+		return err
+	}
 	argv := c.Args().Tail()
 	if len(argv) == 0 && (c.Bool("interactive") || c.IsSet("timeout")) {
 		return command.Usage(c.Context, "-i and --timeout are for a command: give one after --")
@@ -113,12 +127,15 @@ func followMain(c call, s *client.Sandbox, in *interrupts) error {
 func execCommand() *cli.Command {
 	return &cli.Command{
 		Name: "exec", Usage: "run a command in a sandbox and pass on its exit code", ArgsUsage: "SANDBOX -- CMD...",
-		Description: "The first Ctrl-C goes to the command, the second leaves it running. There are no terminals (-t) inside yet.",
-		Flags: append(envFlags(), inputFlag(), processTimeout(),
+		Description: "The first Ctrl-C goes to the command, the second leaves it running.",
+		Flags: append(append(envFlags(), inputFlags()...), processTimeout(),
 			&cli.StringSliceFlag{Name: "secret-env", Usage: "KEY to pass on; may be repeated"},
 			&cli.StringSliceFlag{Name: "tag", Usage: "KEY=VALUE to find the process by; may be repeated"},
 			&cli.BoolFlag{Name: "detach", Aliases: []string{"d"}, Usage: "leave it running and print its process id"}),
 		Action: patient(2, -1, func(c call) error {
+			if err := noTerminal(c); err != nil {
+				return err
+			}
 			env, err := environment(c.Context)
 			if err != nil {
 				return err
