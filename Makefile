@@ -61,7 +61,7 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
-.PHONY: test race lint gen gen-check
+.PHONY: test race crash-matrix lint gen gen-check
 test: tools images build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
@@ -70,6 +70,8 @@ test: tools images build bundle ## every test, on real parts
 	exit $$status
 race: tools ## the race detector, on the packages that are concurrent and need no sandbox
 	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
+crash-matrix: tools images ## kill the daemons at every fault point, and a thousand interleavings
+	@CRASH_ALL=1 CRASH_STEPS=1000 go test -v -count=1 -timeout 60m $(TESTFLAGS) ./test/crash
 lint: tools-dev ## golangci-lint
 	@"$$(scripts/tools.sh --bin)/golangci-lint" run ./...
 gen: tools-dev ## generate code and OpenAPI from the protos

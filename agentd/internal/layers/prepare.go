@@ -97,11 +97,7 @@ func (s *Store) publishAlias(asked, manifest digest.Digest, platform ocispec.Pla
 		return err
 	}
 	defer unlock()
-	if err := s.disk.saveAlias(alias{Name: indexName(asked, platforms.Format(platform)), Digest: asked, ManifestDigest: manifest}); err != nil {
-		return err
-	}
-	fault.At("image.alias.after")
-	return nil
+	return s.disk.saveAlias(alias{Name: indexName(asked, platforms.Format(platform)), Digest: asked, ManifestDigest: manifest})
 }
 
 // convert makes the file in a staging folder and publishes it with its record.

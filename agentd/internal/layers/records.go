@@ -16,6 +16,8 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 const recordVersion = 1
@@ -174,7 +176,11 @@ func (d disk) saveAlias(a alias) error {
 	if old, err := d.loadAlias(a.Name); err == nil && old == a {
 		return nil
 	}
-	return writeJSON(filepath.Join(d.refs(), aliasFile(a.Name)), a)
+	if err := writeJSON(filepath.Join(d.refs(), aliasFile(a.Name)), a); err != nil {
+		return err
+	}
+	fault.At("image.alias.after")
+	return nil
 }
 
 func (d disk) image(r record) Image {

@@ -1,0 +1,160 @@
+package crash
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/test/cluster"
+	"github.com/dormouse-run/dormouse/test/images"
+	"github.com/dormouse-run/dormouse/test/stack"
+)
+
+// shared is the cluster of all tests: one node, daemons with fault points.
+var shared struct {
+	once    sync.Once
+	cluster *cluster.Cluster
+	bin     string
+	image   string
+	err     error
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if err := end(); err != nil {
+		fmt.Fprintln(os.Stderr, "ending the cluster:", err)
+		code = 1
+	}
+	if err := goleak.Find(); err != nil {
+		fmt.Fprintln(os.Stderr, "goroutines left:", err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+func end() error {
+	var err error
+	if shared.cluster != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		defer cancel()
+		err = errors.Join(shared.cluster.Client.Close(), shared.cluster.Down(ctx))
+	}
+	if shared.bin != "" {
+		err = errors.Join(err, os.RemoveAll(shared.bin))
+	}
+	return err
+}
+
+// up gives the cluster; the first call starts it.
+func up(t testing.TB) *cluster.Cluster {
+	t.Helper()
+	shared.once.Do(func() { shared.err = start(t) })
+	if shared.err != nil {
+		t.Fatal(shared.err)
+	}
+	return shared.cluster
+}
+
+func root() string {
+	_, file, _, _ := runtime.Caller(0)
+	return filepath.Join(filepath.Dir(file), "..", "..")
+}
+
+func start(t testing.TB) (err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+	defer cancel()
+	if shared.bin, err = os.MkdirTemp("", "dm-crash-"); err != nil {
+		return err
+	}
+	build := exec.CommandContext(ctx, "go", "build", "-tags", "faults", "-trimpath", "-buildvcs=false", "-o", shared.bin+"/", "./agentd/cmd/agentd", "./coordinator/cmd/coordinator")
+	build.Dir, build.Env = root(), append(os.Environ(), "CGO_ENABLED=0")
+	bundle := exec.CommandContext(ctx, filepath.Join(root(), "scripts", "bundle.sh"), filepath.Join(shared.bin, "bundle"))
+	for _, cmd := range []*exec.Cmd{build, bundle} {
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w: %s", cmd, err, out)
+		}
+	}
+	c, err := cluster.Up(ctx, stack.Options{Bin: shared.bin, Logf: t.Logf})
+	if err != nil {
+		return err
+	}
+	c.SetLogf(func(string, ...any) {}) // t is not there for ever
+	shared.cluster = c
+	if err := shortLease(ctx, c); err != nil {
+		return err
+	}
+	registry, err := c.Registry()
+	if err != nil {
+		return err
+	}
+	digest, err := registry.Push(ctx, "busybox", images.Busybox(t))
+	shared.image = registry.Ref("busybox") + "@" + digest
+	return err
+}
+
+// shortLease has a successor of a killed coordinator wait less for its turn.
+func shortLease(ctx context.Context, c *cluster.Cluster) error {
+	file := c.CoordinatorConfig()
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	short := bytes.Replace(data, []byte("ttl: 3s"), []byte("ttl: 800ms"), 1)
+	if bytes.Equal(short, data) {
+		return errors.New("the coordinator's configuration says nothing of the lease")
+	}
+	if err := errors.Join(os.WriteFile(file, short, 0o600), c.StopCoordinator(ctx)); err != nil {
+		return err
+	}
+	if err := c.StartCoordinatorReady(ctx); err != nil {
+		return err
+	}
+	return online(ctx, c)
+}
+
+// online waits until every node is in session with the coordinator that leads.
+func online(ctx context.Context, c *cluster.Cluster) error {
+	return poll(ctx, func() error {
+		nodes, err := client.Collect(c.Client.ListNodes(ctx))
+		if err != nil {
+			return err
+		}
+		for _, n := range nodes {
+			if !n.GetOnline() {
+				return fmt.Errorf("node %s is not online", n.GetName())
+			}
+		}
+		if len(nodes) != c.Nodes {
+			return fmt.Errorf("%d nodes of %d", len(nodes), c.Nodes)
+		}
+		return nil
+	})
+}
+
+// poll repeats f until it succeeds or the context ends; then f's error is returned.
+func poll(ctx context.Context, f func() error) error {
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := f()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return errors.Join(err, context.Cause(ctx))
+		}
+	}
+}

@@ -1,0 +1,340 @@
+package crash
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// row is one death, or several: an operation, and the points that the daemon is killed at, one after the other.
+type row struct {
+	name   string
+	daemon string
+	do     scenario
+	points []string
+	// may: the point may not be passed, because operations differ in how many commits they take.
+	may bool
+	// boot: the daemon is restarted with the point armed; nothing is asked of it.
+	boot bool
+}
+
+func (r row) String() string { return r.name + "/" + strings.Join(r.points, "+") }
+
+const agentd, coordinator = "agentd1", "coordinator"
+
+// matrix lists every row.
+func matrix() []row {
+	var all []row
+	add := func(daemon, name string, do scenario, points ...string) {
+		for _, p := range points {
+			all = append(all, row{name: name, daemon: daemon, do: do, points: strings.Split(p, "+")})
+		}
+	}
+	of := func(prefixes ...string) (out []string) {
+		for _, p := range fault.Agentd() {
+			if slices.ContainsFunc(prefixes, func(prefix string) bool { return strings.HasPrefix(p, prefix) }) {
+				out = append(out, p)
+			}
+		}
+		return out
+	}
+	add(agentd, "create", create, of("start.", "runtime.recorded", "runtime.group", "runtime.launched", "runtime.attached", "volume.attach", "image.hold", "command.")...)
+	add(agentd, "restore", restore, of("restore.")...)
+	add(agentd, "checkpoint", capture, of("checkpoint.", "artefact.")...)
+	add(agentd, "delete", remove, of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release")...)
+	add(agentd, "delete-snapshot", dropSnapshot, of("snapshot.")...)
+	add(agentd, "end", ending, of("stop.")...)
+	made := of("volume.record", "volume.stage", "volume.fill", "volume.meta", "volume.rename")
+	add(agentd, "create-volume", createVolume, made...)
+	add(agentd, "clone-volume", cloneVolume, made...)
+	add(agentd, "delete-volume", dropVolume, of("volume.trash", "volume.emptied", "volume.forget")...)
+	add(agentd, "pull", pull, of("image.pull", "image.stage", "image.build", "image.file", "image.record", "image.alias")...)
+	add(agentd, "delete-image", dropImage, of("image.unrecord", "image.unlink", "image.layers")...)
+	add(agentd, "fork", fork, "checkpoint.save.after", "artefact.rename.after", "volume.fill.after", "restore.runtime.after", "restore.running.before#2", "command.keep.before#3")
+	// Twice in a row, and in the middle of what the first death left to do.
+	add(agentd, "checkpoint", capture, "checkpoint.save.after+recover.resume.after", "artefact.rename.after+recover.snapshot.after",
+		"artefact.manifest.after+recover.snapshot.after+recover.resume.after", "checkpoint.record.after+recover.reconcile.after")
+	add(agentd, "create", create, "start.runtime.after+delete.runtime.after", "start.running.before+delete.volumes.after+recover.sandbox.after",
+		"start.handle.after+recover.reconcile.before", "runtime.launched.after+runtime.killed.after", "start.running.after+recover.sandbox.after")
+	add(agentd, "delete", remove, "delete.runtime.after+delete.volumes.after+delete.record.after", "delete.intent.after+delete.intent.after")
+	add(agentd, "pull", pull, "image.build.after+recover.images.before", "image.file.after+recover.images.after")
+	for _, p := range of("session.", "recover.images", "recover.volumes", "recover.artefacts", "recover.reconcile", "recover.sandbox") {
+		all = append(all, row{name: "boot", daemon: agentd, do: nothing, points: []string{p}, boot: true})
+	}
+	return append(all, coordinatorRows()...)
+}
+
+func coordinatorRows() []row {
+	var all []row
+	verbs := []struct {
+		name  string
+		do    scenario
+		nodes []string
+	}{
+		{"create", create, []string{"start"}},
+		{"restore", restore, []string{"restore"}},
+		{"checkpoint", capture, []string{"checkpoint"}},
+		{"fork", fork, []string{"checkpoint", "volume", "restore"}},
+		{"delete", remove, []string{"delete"}},
+		{"delete-snapshot", dropSnapshot, []string{"delete-snapshot"}},
+		{"create-volume", createVolume, []string{"volume"}},
+		{"clone-volume", cloneVolume, []string{"volume"}},
+		{"delete-volume", dropVolume, []string{"delete-volume"}},
+	}
+	for _, v := range verbs {
+		points := []string{"operation.drive.before", "operation.drive.after", "operation.reply.before"}
+		for _, n := range v.nodes {
+			points = append(points, "node."+n+".before", "node."+n+".after")
+		}
+		for _, p := range points {
+			all = append(all, row{name: v.name, daemon: coordinator, do: v.do, points: []string{p}})
+		}
+		for n := range 4 {
+			for _, side := range []string{"before", "after"} {
+				all = append(all, row{name: v.name, daemon: coordinator, do: v.do, points: []string{fmt.Sprintf("commit.send.%s#%d", side, n+1)}, may: n > 0})
+			}
+		}
+	}
+	for _, p := range []string{"term.lead.after", "term.load.after"} {
+		all = append(all, row{name: "boot", daemon: coordinator, do: nothing, points: []string{p}, boot: true})
+	}
+	return append(all, row{name: "create", daemon: coordinator, do: create, points: []string{"commit.send.after", "term.load.after", "node.start.after"}})
+}
+
+func nothing(*world) operation {
+	return operation{run: func(context.Context) error { return nil }, check: func() {}, clean: func() {}}
+}
+
+// seed is that of the environment, or today's.
+func seed(t *testing.T) uint64 {
+	t.Helper()
+	n := uint64(time.Now().Unix() / (24 * 3600))
+	if s := os.Getenv("CRASH_SEED"); s != "" {
+		var err error
+		if n, err = strconv.ParseUint(s, 10, 64); err != nil {
+			t.Fatalf("CRASH_SEED: %v", err)
+		}
+	}
+	t.Logf("CRASH_SEED=%d", n)
+	return n
+}
+
+const sample = 12
+
+func chosen(t *testing.T) []row {
+	t.Helper()
+	all := matrix()
+	switch point := os.Getenv("CRASH_POINT"); {
+	case point != "":
+		want := regexp.MustCompile(point)
+		return slices.DeleteFunc(all, func(r row) bool { return !want.MatchString(r.daemon + "/" + r.String()) })
+	case os.Getenv("CRASH_ALL") != "":
+		return all
+	}
+	r := rand.New(rand.NewPCG(seed(t), 0)) //nolint:gosec // it is to be repeated, not to be secret
+	r.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	return all[:sample]
+}
+
+// TestF10CrashMatrix kills a daemon at each point.
+func TestF10CrashMatrix(t *testing.T) {
+	w := enter(t)
+	for _, r := range chosen(t) {
+		t.Run(r.daemon+"/"+r.String(), func(t *testing.T) {
+			s := w.sub(t)
+			began := time.Now()
+			defer func() {
+				if t.Failed() {
+					s.sweep()
+				}
+			}()
+			s.strike(r)
+			w.asked = s.asked
+			t.Logf("%.1f s", time.Since(began).Seconds())
+		})
+	}
+}
+
+// strike runs the operation of a row and kills the daemon where the row says.
+func (w *world) strike(r row) {
+	w.Helper()
+	o := r.do(w)
+	w.arm(r.daemon, r.points)
+	done := make(chan error, 1)
+	go func() { done <- w.insist(o.run) }()
+	if r.boot {
+		w.ok(w.kill(r.daemon))
+		w.restart(r.daemon)
+	} else {
+		w.struck(r, done)
+	}
+	if err := <-done; err != nil {
+		w.Fatalf("the same operation id does not lead to its end: %v", err)
+	}
+	w.disarm(r.daemon)
+	if w.Running(r.daemon) {
+		w.online()
+	}
+	if o.id != "" {
+		op, err := w.api.GetOperation(w.ctx, o.id)
+		w.ok(err)
+		if op.GetState() != dormousev1.OperationState_OPERATION_STATE_SUCCEEDED {
+			w.Fatalf("the call succeeded, the operation is %v", op)
+		}
+		w.ok(w.insist(o.run)) // and says the same for ever
+	}
+	o.check()
+	w.lives()
+	o.clean()
+	w.settled()
+}
+
+// struck waits for the deaths, and starts the daemon again after each.
+func (w *world) struck(r row, done chan error) {
+	w.Helper()
+	var ended error
+	w.await("the daemon reaches "+r.points[0], func() error {
+		if !w.Running(r.daemon) {
+			return nil
+		}
+		select {
+		case ended = <-done:
+			done <- ended
+			return nil
+		default:
+			return errors.New("the daemon lives and the operation goes on")
+		}
+	})
+	if len(w.armed(r.daemon)) == len(r.points) {
+		if !r.may {
+			w.Fatalf("%s was not passed; the operation ended with %v", r.points[0], ended)
+		}
+		return
+	}
+	w.restart(r.daemon)
+	for len(w.armed(r.daemon)) > 0 {
+		// Some of what is left is only reached by what the client asks again.
+		next := w.armed(r.daemon)
+		w.await("the daemon reaches "+next[0], func() error {
+			select {
+			case ended = <-done:
+				done <- ended
+				return nil
+			default:
+			}
+			if w.Running(r.daemon) {
+				return errors.New("the daemon lives")
+			}
+			return nil
+		})
+		if len(w.armed(r.daemon)) == len(next) {
+			w.Fatalf("%s was not passed; the operation ended with %v", next[0], ended)
+		}
+		w.restart(r.daemon)
+	}
+}
+
+// insist asks until there is an answer that is final.
+func (w *world) insist(run func(ctx context.Context) error) error {
+	ctx, cancel := context.WithTimeout(w.ctx, patience)
+	defer cancel()
+	var final error
+	err := poll(ctx, func() error {
+		err := run(ctx)
+		var e *errs.Error
+		if errors.As(err, &e) && e.Retry == errs.Never {
+			final = err
+			return nil
+		}
+		return err
+	})
+	return errors.Join(final, err)
+}
+
+// ---- daemons --------------------------------------------------------------------
+
+func (w *world) faultFile(daemon string) string {
+	if daemon == coordinator {
+		return filepath.Join(w.Dir, "fault")
+	}
+	return filepath.Join(w.NodeDir(1), "fault")
+}
+
+func (w *world) arm(daemon string, points []string) {
+	w.Helper()
+	// In one step, so that the daemon never reads half of it.
+	tmp := w.faultFile(daemon) + ".new"
+	w.ok(os.WriteFile(tmp, []byte(strings.Join(points, "\n")), 0o600))
+	w.ok(os.Rename(tmp, w.faultFile(daemon)))
+}
+
+func (w *world) disarm(daemon string) {
+	w.Helper()
+	if err := os.Remove(w.faultFile(daemon)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		w.Fatal(err)
+	}
+}
+
+// armed lists the points that have not been passed.
+func (w *world) armed(daemon string) []string {
+	w.Helper()
+	data, err := os.ReadFile(w.faultFile(daemon))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		w.Fatal(err)
+	}
+	return strings.Fields(string(data))
+}
+
+func (w *world) kill(daemon string) error {
+	if daemon == coordinator {
+		return w.KillCoordinator(w.ctx)
+	}
+	return w.KillAgentd(w.ctx, 1)
+}
+
+// restart starts a dead daemon until it stays: points that are left kill it while it starts.
+func (w *world) restart(daemon string) {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, patience)
+	defer cancel()
+	for tries := 3; ; {
+		left := len(w.armed(daemon))
+		var err error
+		if daemon == coordinator {
+			err = w.StartCoordinatorReady(ctx)
+		} else {
+			err = w.StartAgentdReady(ctx, 1)
+		}
+		if err == nil {
+			return
+		}
+		// A process whose last threads are still ending holds its sockets: who starts daemons tries again.
+		if len(w.armed(daemon)) == left && (ctx.Err() != nil || tries == 0) {
+			w.Fatalf("%s does not start again: %v", daemon, err)
+		} else if len(w.armed(daemon)) == left {
+			tries--
+		}
+		w.ok(w.kill(daemon)) // it is dead; this forgets it
+	}
+}
+
+// online waits until the node is in session.
+func (w *world) online() {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, patience)
+	defer cancel()
+	w.ok(online(ctx, w.Cluster))
+}

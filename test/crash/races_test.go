@@ -1,0 +1,371 @@
+package crash
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// both runs two calls at once.
+func both[T any](a, b func() (T, error)) (values [2]T, failures [2]error) {
+	var wg sync.WaitGroup
+	for i, f := range []func() (T, error){a, b} {
+		wg.Go(func() { values[i], failures[i] = f() })
+	}
+	wg.Wait()
+	return values, failures
+}
+
+// oneWins checks that exactly one of two succeeded, and that the other says why with the reason.
+func (w *world) oneWins(failures [2]error, reason errs.Reason) (winner int) {
+	w.Helper()
+	for i, err := range failures {
+		if err == nil && errs.Has(failures[1-i], reason) {
+			return i
+		}
+	}
+	w.Fatalf("one is to win and one to be refused with %s: %v", reason, failures)
+	return 0
+}
+
+// TestTwoOfEverythingAtOnce runs each mutation twice at once on one object.
+func TestTwoOfEverythingAtOnce(t *testing.T) {
+	w := enter(t)
+	keep := map[string]bool{w.survivor.UID: true, w.snapshot.UID: true, w.volume.UID: true, w.loose.UID: true}
+	for name, test := range map[string]func(w *world){
+		"creates of one name": func(w *world) {
+			one := func() (*client.Sandbox, error) {
+				return w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Name: "only", Spec: w.spec()})
+			}
+			made, failures := both(one, one)
+			w.answers(made[w.oneWins(failures, errs.NameTaken)])
+		},
+		"attachments of one volume": func(w *world) {
+			v := w.newVolume("")
+			one := func() (*client.Sandbox, error) {
+				return w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: w.spec(v)})
+			}
+			made, failures := both(one, one)
+			w.answers(made[w.oneWins(failures, errs.AlreadyAttached)])
+		},
+		"deletes of one sandbox": func(w *world) {
+			s := w.newSandbox()
+			one := func() (int, error) { return 0, gone(s.Delete(w.ctx, "")) }
+			_, failures := both(one, one)
+			w.ok(errors.Join(failures[:]...))
+		},
+		"deletes of one snapshot": func(w *world) {
+			snap, err := w.survivor.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
+			w.ok(err)
+			one := func() (int, error) { return 0, gone(snap.Delete(w.ctx, "")) }
+			_, failures := both(one, one)
+			w.ok(errors.Join(failures[:]...))
+		},
+		"deletes of one volume": func(w *world) {
+			v := w.newVolume("")
+			one := func() (int, error) { return 0, gone(v.Delete(w.ctx, "")) }
+			_, failures := both(one, one)
+			w.ok(errors.Join(failures[:]...))
+		},
+		"checkpoints of one sandbox": func(w *world) {
+			one := func() (*client.Snapshot, error) {
+				return w.survivor.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
+			}
+			made, failures := both(one, one)
+			w.ok(errors.Join(failures[:]...))
+			if made[0].UID == made[1].UID {
+				w.Fatalf("two checkpoints are one snapshot, %s", made[0].UID)
+			}
+		},
+		"forks of one sandbox": func(w *world) {
+			one := func() ([]*client.Sandbox, error) {
+				copies, _, err := w.api.Fork(w.ctx, &dormousev1.ForkSandboxRequest{SandboxUid: w.survivor.UID, Count: 2})
+				return copies, err
+			}
+			made, failures := both(one, one)
+			w.ok(errors.Join(failures[:]...))
+			for _, s := range slices.Concat(made[0], made[1]) {
+				if me, _ := w.talk(s); me != w.me {
+					w.Fatalf("a copy is %s, not %s", me, w.me)
+				}
+			}
+		},
+		"pulls of one image": func(w *world) {
+			ref := w.newImage()
+			one := func() (*dormousev1.Image, error) { return w.Client.PullImage(w.ctx, ref, "", nil) }
+			made, failures := both(one, one)
+			w.ok(errors.Join(failures[:]...))
+			if made[0].GetErofsDigest() != made[1].GetErofsDigest() {
+				w.Fatalf("two pulls gave %v", made)
+			}
+			w.ok(w.Client.DeleteImage(w.ctx, made[0].GetDigest()))
+		},
+		"a delete and a restore of one snapshot": func(w *world) {
+			snap, err := w.survivor.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
+			w.ok(err)
+			clone := &dormousev1.VolumeBinding{Path: "/data0", Policy: dormousev1.VolumePolicy_VOLUME_POLICY_CLONE}
+			made, failures := both(
+				func() (*client.Sandbox, error) {
+					return snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{Volumes: []*dormousev1.VolumeBinding{clone}})
+				},
+				func() (*client.Sandbox, error) { return nil, snap.Delete(w.ctx, "") },
+			)
+			switch {
+			case failures[0] == nil:
+				w.answers(made[0])
+				if failures[1] != nil && !errs.Has(failures[1], errs.StillReferenced) {
+					w.Fatal(failures[1])
+				}
+			case failures[1] != nil:
+				w.Fatalf("neither was done: %v", failures)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := w.sub(t)
+			test(s)
+			s.lives()
+			s.ok(s.deleteAll(s.ctx, keep))
+			s.settled()
+			w.asked = s.asked
+		})
+	}
+}
+
+// TestDeleteAgainstEachStep deletes a sandbox while it is made, restored or captured, a little later each time.
+func TestDeleteAgainstEachStep(t *testing.T) {
+	w := enter(t)
+	keep := map[string]bool{w.survivor.UID: true, w.snapshot.UID: true, w.volume.UID: true, w.loose.UID: true}
+	clone := []*dormousev1.VolumeBinding{{Path: "/data0", Policy: dormousev1.VolumePolicy_VOLUME_POLICY_CLONE}}
+	const steps, apart = 8, 25 * time.Millisecond
+	for name, begin := range map[string]func(w *world, name string) error{
+		"create": func(w *world, name string) error {
+			_, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Name: name, Spec: w.spec()})
+			return err
+		},
+		"restore": func(w *world, name string) error {
+			_, err := w.snapshot.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{Name: name, Volumes: clone})
+			return err
+		},
+		"checkpoint": func(w *world, name string) error {
+			s, err := w.api.FindSandbox(w.ctx, name)
+			if err == nil {
+				_, err = s.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
+			}
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := w.sub(t)
+			for i := range steps {
+				id := fmt.Sprintf("%s-%d", name, i)
+				if name == "checkpoint" {
+					_, err := s.api.CreateSandbox(s.ctx, &dormousev1.CreateSandboxRequest{Name: id, Spec: s.spec()})
+					s.ok(err)
+				}
+				done := make(chan error, 1)
+				go func() { done <- begin(s, id) }()
+				var victim *client.Sandbox
+				s.await("there is a sandbox to delete", func() (err error) {
+					victim, err = s.api.FindSandbox(s.ctx, id)
+					return err
+				})
+				later, cancel := context.WithTimeout(s.ctx, time.Duration(i)*apart)
+				<-later.Done()
+				cancel()
+				s.ok(gone(victim.Delete(s.ctx, "")))
+				if err := <-done; err != nil && !slices.Contains(passing, errs.ReasonOf(err)) {
+					t.Errorf("%s, deleted after %d ms, says %v", name, i*int(apart.Milliseconds()), err)
+				}
+				if err := victim.Refresh(s.ctx); !errs.Has(err, errs.ObjectNotFound) {
+					t.Errorf("%s, deleted after %d ms, is there: %v (%v)", name, i*int(apart.Milliseconds()), victim.Last, err)
+				}
+			}
+			s.lives()
+			s.ok(s.deleteAll(s.ctx, keep))
+			s.settled()
+			w.asked = s.asked
+		})
+	}
+}
+
+// passing are the reasons with which one of two that meet on an object may be refused.
+var passing = []errs.Reason{errs.NameTaken, errs.ObjectNotFound, errs.WrongPhase, errs.StaleUID, errs.StillReferenced, errs.AlreadyAttached}
+
+// model is what six workers believe there is.
+type model struct {
+	mu        sync.Mutex
+	sandboxes map[string]*client.Sandbox  // that were made and whose deletion was not asked for
+	snapshots map[string]*client.Snapshot // likewise
+}
+
+// pick takes one at random, or none.
+func pick[T any](mu *sync.Mutex, from map[string]*T, n uint64) *T {
+	mu.Lock()
+	defer mu.Unlock()
+	if len(from) == 0 {
+		return nil
+	}
+	keys := make([]string, 0, len(from))
+	for k := range from {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return from[keys[n%uint64(len(keys))]]
+}
+
+func add[T any](mu *sync.Mutex, to map[string]*T, uid string, v *T) {
+	mu.Lock()
+	defer mu.Unlock()
+	to[uid] = v
+}
+
+func take[T any](mu *sync.Mutex, from map[string]*T, uid string) {
+	mu.Lock()
+	defer mu.Unlock()
+	delete(from, uid)
+}
+
+// move is one step of an interleaving, all of it from the seed.
+type move struct {
+	what, which uint64
+	name        string
+}
+
+const most = 6
+
+// do makes the move; it gives the error of what was asked.
+func (m *model) do(ctx context.Context, w *world, mv move) (string, error) {
+	box := pick(&m.mu, m.sandboxes, mv.which)
+	snap := pick(&m.mu, m.snapshots, mv.which)
+	m.mu.Lock()
+	many := len(m.sandboxes) >= most || len(m.snapshots) >= most
+	m.mu.Unlock()
+	switch kind := mv.what % 8; {
+	case box != nil && (kind == 0 || many && kind < 4):
+		take(&m.mu, m.sandboxes, box.UID)
+		return "delete", box.Delete(ctx, "")
+	case snap != nil && (kind == 1 || many):
+		take(&m.mu, m.snapshots, snap.UID)
+		err := snap.Delete(ctx, "")
+		if errs.Has(err, errs.StillReferenced) {
+			add(&m.mu, m.snapshots, snap.UID, snap)
+		}
+		return "delete-snapshot", err
+	case box != nil && kind == 2:
+		made, err := box.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{})
+		if err == nil {
+			add(&m.mu, m.snapshots, made.UID, made)
+		}
+		return "checkpoint", err
+	case snap != nil && kind < 5:
+		made, err := snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{Name: mv.name})
+		if err == nil {
+			add(&m.mu, m.sandboxes, made.UID, made)
+		}
+		return "restore", err
+	case box != nil && kind == 5:
+		copies, snapshot, err := w.api.Fork(ctx, &dormousev1.ForkSandboxRequest{SandboxUid: box.UID, Count: 1})
+		if err == nil {
+			add(&m.mu, m.sandboxes, copies[0].UID, copies[0])
+			add(&m.mu, m.snapshots, snapshot, w.api.Snapshot(snapshot))
+		}
+		return "fork", err
+	}
+	made, err := w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Name: mv.name, Spec: w.spec()})
+	if err == nil {
+		add(&m.mu, m.sandboxes, made.UID, made)
+	}
+	return "create", err
+}
+
+// TestRandomInterleavings has four callers do what the seed says, on names and objects that they share.
+func TestRandomInterleavings(t *testing.T) {
+	w := enter(t)
+	steps := 100
+	if s := os.Getenv("CRASH_STEPS"); s != "" {
+		var err error
+		if steps, err = strconv.Atoi(s); err != nil {
+			t.Fatalf("CRASH_STEPS: %v", err)
+		}
+	}
+	r := rand.New(rand.NewPCG(seed(t), 1)) //nolint:gosec // it is to be repeated, not to be secret
+	moves := make(chan move, steps)
+	for range steps {
+		moves <- move{what: r.Uint64(), which: r.Uint64(), name: fmt.Sprintf("name-%d", r.IntN(most))}
+	}
+	close(moves)
+	m := &model{sandboxes: map[string]*client.Sandbox{}, snapshots: map[string]*client.Snapshot{}}
+	counts := map[string]int{}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for mv := range moves {
+				what, err := m.do(w.ctx, w, mv)
+				verdict := "done"
+				if err != nil {
+					verdict = string(errs.ReasonOf(err))
+					if !slices.Contains(passing, errs.ReasonOf(err)) {
+						t.Errorf("%s: %v", what, err)
+					}
+				}
+				mu.Lock()
+				counts[what+" "+verdict]++
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	t.Logf("%v", counts)
+	w.lives()
+	w.asModelled(m)
+}
+
+// asModelled compares the catalog with the model, and asks every sandbox.
+func (w *world) asModelled(m *model) {
+	w.Helper()
+	boxes, err := client.Collect(w.api.ListSandboxes(w.ctx, &dormousev1.ListSandboxesRequest{}))
+	w.ok(err)
+	running := 0
+	for _, s := range boxes {
+		uid := s.GetMeta().GetUid()
+		failed := s.GetStatus().GetPhase() == dormousev1.SandboxPhase_SANDBOX_PHASE_FAILED && s.GetStatus().GetNode() == ""
+		if uid == w.survivor.UID || failed {
+			continue // a start that a deletion of its snapshot, or the like, refused leaves its record
+		}
+		running++
+		if m.sandboxes[uid] == nil {
+			w.Errorf("sandbox %s is there and was deleted, or was never made: %v", uid, s.GetStatus())
+		} else {
+			w.answers(m.sandboxes[uid])
+		}
+	}
+	if running != len(m.sandboxes) {
+		w.Errorf("%d sandboxes are there, %d were made and not deleted", running, len(m.sandboxes))
+	}
+	snaps, err := client.Collect(w.api.ListSnapshots(w.ctx, &dormousev1.ListSnapshotsRequest{}))
+	w.ok(err)
+	for _, s := range snaps {
+		uid := s.GetMeta().GetUid()
+		if uid != w.snapshot.UID && m.snapshots[uid] == nil && s.GetStatus().GetPhase() == dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY {
+			// A fork's snapshot outlives a fork that was refused afterwards; nothing else may.
+			w.Logf("snapshot %s is there and nobody has it", uid)
+		}
+	}
+	found, err := w.Doctor(w.ctx, 1)
+	if err != nil || len(found) > 0 {
+		w.Errorf("the doctor finds %v (%v)", found, err)
+	}
+}
