@@ -122,7 +122,7 @@ func (c *Config) Validate() error {
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
 		fail("tls", "ca, cert and key are needed: nodes are only met over mTLS")
 	}
-	if l := c.Tenant; l.Rate < 0 || l.Burst < 0 || l.Calls < 0 || l.Streams < 0 || l.Rate > 0 && l.Burst == 0 {
+	if !c.Tenant.Valid() {
 		fail("tenant", "no limit is below zero, and a rate needs a burst; 0 is no limit")
 	}
 	if c.Lease.TTL < 500*time.Millisecond {

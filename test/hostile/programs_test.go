@@ -43,7 +43,8 @@ func TestHostilePrograms(t *testing.T) {
 		ctx, cancel := context.WithTimeout(w.ctx, 30*time.Second)
 		snap, err := s.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{})
 		cancel()
-		t.Logf("checkpoint of %s: %v", name, err)
+		w.ok(s.Refresh(w.ctx))
+		t.Logf("checkpoint of %s: %v; it is %s %s", name, err, s.Last.GetStatus().GetPhase(), s.Last.GetStatus().GetReason())
 		if err == nil {
 			w.ok(snap.Delete(w.ctx, ""))
 		}

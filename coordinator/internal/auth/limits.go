@@ -19,6 +19,11 @@ type Limits struct {
 	Streams int `yaml:"streams" usage:"streams of a tenant that are open"`
 }
 
+// Valid tells whether the limits can be kept.
+func (l Limits) Valid() bool {
+	return min(l.Rate, l.Burst, l.Calls, l.Streams) >= 0 && (l.Rate == 0 || l.Burst > 0)
+}
+
 // DefaultLimits leave room for a tenant with thousands of sandboxes.
 func DefaultLimits() Limits { return Limits{Rate: 2000, Burst: 8000, Calls: 4096, Streams: 4096} }
 
