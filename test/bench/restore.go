@@ -79,6 +79,9 @@ func (r *restores) both(ctx context.Context, into *[3]Sample, cold bool) error {
 			return err
 		}
 	}
+	if err := rest(ctx, breath); err != nil {
+		return err
+	}
 	began := time.Now()
 	s, err := r.snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{})
 	if err != nil {
@@ -95,6 +98,9 @@ func (r *restores) both(ctx context.Context, into *[3]Sample, cold bool) error {
 	}
 	x, err := r.floor.prepare(r.spec)
 	if err != nil {
+		return err
+	}
+	if err := rest(ctx, breath); err != nil {
 		return err
 	}
 	started, answered, err := x.restore(ctx, r.image)
