@@ -27,14 +27,15 @@ func isFinal(err error) (*errs.Error, bool) {
 	return nil, false
 }
 
-// maxInternal is how often an internal error of a node is tried again.
-const maxInternal = 3
+// maxInternal is how often an internal error of a node is tried again, maxContainerd how often a node
+// whose containerd does not answer: long enough for one that is being started again, some ten seconds.
+const maxInternal, maxContainerd = 3, 9
 
 // call asks a node until it answers: with success, or with an error that is final. A node that is
 // away, a lost reply and a lost session are asked again, under the same command id. An error of
 // which the node says that nothing was started is asked again under a new one.
 func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(context.Context, Command) error) error {
-	delay, internal, attempt := e.cfg.RetryMin, 0, 1
+	delay, internal, containerd, attempt := e.cfg.RetryMin, 0, 0, 1
 	for {
 		cmd := Command{ID: t.op.ID + "/" + step, Tenant: t.op.Tenant, OperationID: t.op.ID, RequestID: t.op.RequestID}
 		if attempt > 1 {
@@ -57,6 +58,11 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 			attempt++
 		case errs.InternalError:
 			if internal++; internal >= maxInternal {
+				return finally(env)
+			}
+			attempt++
+		case errs.ContainerdAway:
+			if containerd++; containerd >= maxContainerd {
 				return finally(env)
 			}
 			attempt++

@@ -189,6 +189,31 @@ func TestDeleteOvertakesStart(t *testing.T) {
 	w.agree(e)
 }
 
+// A containerd that is being started again costs a moment, one that stays away the operation.
+func TestContainerdAway(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	for _, c := range []struct{ times, fails int }{{4, 0}, {1000, 1}} {
+		left := c.times
+		w.node.mu.Lock()
+		w.node.away = func(string) error {
+			if left--; left < 0 {
+				return nil
+			}
+			return errs.New(errs.ContainerdAway, "containerd does not answer")
+		}
+		w.node.mu.Unlock()
+		_, err := create("")(context.Background(), e, call(""))
+		if c.fails == 0 && err != nil {
+			t.Fatalf("containerd was away %d times: %v", c.times, err)
+		}
+		if c.fails > 0 {
+			wantEnvelope(t, err, errs.ContainerdAway)
+		}
+	}
+}
+
 func TestNodeAwayIsUnknownNotAbsent(t *testing.T) {
 	w := newWorld(t)
 	e := w.lead()
