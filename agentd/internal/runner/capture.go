@@ -8,6 +8,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
@@ -155,8 +156,9 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 	}
 	var lost *checkpoint.NotResumedError
 	if errors.As(err, &lost) {
+		reason, message := o.whyLost(ctx)
 		o.kill()
-		return errors.Join(err, o.failed(sandbox.ReasonKilled, "the sandbox could not be resumed after a checkpoint and was ended"))
+		return errors.Join(err, o.failed(reason, message))
 	}
 	rec = o.rec
 	rec.Capture = nil
@@ -164,6 +166,19 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 		rec.LastFreeze = frozen.For
 	}
 	return errors.Join(err, o.put(rec))
+}
+
+// whyLost tells why a sandbox could not be resumed: it had ended by itself, of its memory perhaps, which a
+// save needs some of; or it does not obey.
+func (o *owner) whyLost(ctx context.Context) (reason, message string) {
+	look, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTimeout)
+	defer cancel()
+	if st, err := o.n.Driver.State(look, o.uid); err == nil && st.Phase == runtime.Stopped {
+		if exit, err := o.n.Driver.Wait(look, o.uid); err == nil {
+			return endReason(exit)
+		}
+	}
+	return sandbox.ReasonKilled, "the sandbox could not be resumed after a checkpoint and was ended"
 }
 
 // useSnapshot keeps an artefact from being deleted while it is read. WRONG_PHASE while it is being deleted.
