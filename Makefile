@@ -18,7 +18,7 @@ GOBUILD = CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
 
 # The packages whose tests start sandboxes or whole stacks; they have the machine
 # to themselves. The rest runs side by side.
-HEAVY := /test/|/runtime/runsc|/guest$$|/layers
+HEAVY := /test/|/runtime/runsc|/guest$$|/layers|/agentd/app$$
 # The packages in which goroutines meet: what runs under the race detector.
 RACE := /pkg/|/coordinator/|/agentd/internal/(guestwire|nodestate|runner|runtime/fake)$$
 TEST_TIMEOUT ?= 20m
@@ -73,7 +73,7 @@ race: tools ## the race detector, on the packages that are concurrent and need n
 crash-matrix: tools images ## kill the daemons at every fault point, and a thousand interleavings
 	@CRASH_ALL=1 CRASH_STEPS=1000 go test -v -count=1 -timeout 60m $(TESTFLAGS) ./test/crash
 lint: tools-dev ## golangci-lint
-	@"$$(scripts/tools.sh --bin)/golangci-lint" run ./...
+	@"$$(scripts/tools.sh --bin)/golangci-lint" run --allow-parallel-runners ./...
 gen: tools-dev ## generate code and OpenAPI from the protos
 	@scripts/gen.sh
 gen-check: tools-dev ## is what is committed what the protos give, and compatible?
