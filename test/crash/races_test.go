@@ -14,6 +14,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -208,6 +209,7 @@ type model struct {
 	mu        sync.Mutex
 	sandboxes map[string]*client.Sandbox  // that were made and whose deletion was not asked for
 	snapshots map[string]*client.Snapshot // likewise
+	stubborn  bool
 }
 
 // pick takes one at random, or none.
@@ -245,6 +247,15 @@ type move struct {
 
 const most = 6
 
+// ask makes one call under a new operation id. A stubborn model asks until the answer is final.
+func (m *model) ask(ctx context.Context, w *world, call func(ctx context.Context, id string) error) error {
+	id := uid.New()
+	if !m.stubborn {
+		return call(ctx, id)
+	}
+	return w.insist(func(ctx context.Context) error { return call(ctx, id) })
+}
+
 // do makes the move; it gives the error of what was asked.
 func (m *model) do(ctx context.Context, w *world, mv move) (string, error) {
 	box := pick(&m.mu, m.sandboxes, mv.which)
@@ -255,70 +266,104 @@ func (m *model) do(ctx context.Context, w *world, mv move) (string, error) {
 	switch kind := mv.what % 8; {
 	case box != nil && (kind == 0 || many && kind < 4):
 		take(&m.mu, m.sandboxes, box.UID)
-		return "delete", box.Delete(ctx, "")
+		return "delete", m.ask(ctx, w, box.Delete)
 	case snap != nil && (kind == 1 || many):
 		take(&m.mu, m.snapshots, snap.UID)
-		err := snap.Delete(ctx, "")
+		err := m.ask(ctx, w, snap.Delete)
 		if errs.Has(err, errs.StillReferenced) {
 			add(&m.mu, m.snapshots, snap.UID, snap)
 		}
 		return "delete-snapshot", err
 	case box != nil && kind == 2:
-		made, err := box.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{})
-		if err == nil {
-			add(&m.mu, m.snapshots, made.UID, made)
-		}
-		return "checkpoint", err
+		return "checkpoint", m.ask(ctx, w, func(ctx context.Context, id string) error {
+			made, err := box.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{OperationId: id})
+			if err == nil {
+				add(&m.mu, m.snapshots, made.UID, made)
+			}
+			return err
+		})
 	case snap != nil && kind < 5:
-		made, err := snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{Name: mv.name})
+		return "restore", m.ask(ctx, w, func(ctx context.Context, id string) error {
+			made, err := snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{OperationId: id, Name: mv.name})
+			if err == nil {
+				add(&m.mu, m.sandboxes, made.UID, made)
+			}
+			return err
+		})
+	case box != nil && kind == 5:
+		return "fork", m.ask(ctx, w, func(ctx context.Context, id string) error {
+			copies, snapshot, err := w.api.Fork(ctx, &dormousev1.ForkSandboxRequest{OperationId: id, SandboxUid: box.UID, Count: 1})
+			if err == nil {
+				add(&m.mu, m.sandboxes, copies[0].UID, copies[0])
+				add(&m.mu, m.snapshots, snapshot, w.api.Snapshot(snapshot))
+			}
+			return err
+		})
+	}
+	return "create", m.ask(ctx, w, func(ctx context.Context, id string) error {
+		made, err := w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{OperationId: id, Name: mv.name, Spec: w.spec()})
 		if err == nil {
 			add(&m.mu, m.sandboxes, made.UID, made)
 		}
-		return "restore", err
-	case box != nil && kind == 5:
-		copies, snapshot, err := w.api.Fork(ctx, &dormousev1.ForkSandboxRequest{SandboxUid: box.UID, Count: 1})
-		if err == nil {
-			add(&m.mu, m.sandboxes, copies[0].UID, copies[0])
-			add(&m.mu, m.snapshots, snapshot, w.api.Snapshot(snapshot))
-		}
-		return "fork", err
-	}
-	made, err := w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Name: mv.name, Spec: w.spec()})
-	if err == nil {
-		add(&m.mu, m.sandboxes, made.UID, made)
-	}
-	return "create", err
+		return err
+	})
 }
 
 // TestRandomInterleavings has four callers do what the seed says, on names and objects that they share.
 func TestRandomInterleavings(t *testing.T) {
 	w := enter(t)
-	steps := 100
+	w.interleave(moves(t, 100, 1), false, func() {})
+}
+
+// TestRandomInterleavingsWhileDaemonsDie is that with a daemon killed and started again now and then.
+func TestRandomInterleavingsWhileDaemonsDie(t *testing.T) {
+	w := enter(t)
+	r := rand.New(rand.NewPCG(seed(t), 3)) //nolint:gosec // it is to be repeated, not to be secret
+	w.interleave(moves(t, 40, 2), true, func() {
+		daemon := []string{agentd, coordinator}[r.IntN(2)]
+		w.ok(w.kill(daemon))
+		w.restart(daemon)
+		w.online()
+	})
+}
+
+// moves makes as many as the environment says, or some.
+func moves(t *testing.T, steps int, stream uint64) []move {
+	t.Helper()
 	if s := os.Getenv("CRASH_STEPS"); s != "" {
 		var err error
 		if steps, err = strconv.Atoi(s); err != nil {
 			t.Fatalf("CRASH_STEPS: %v", err)
 		}
 	}
-	r := rand.New(rand.NewPCG(seed(t), 1)) //nolint:gosec // it is to be repeated, not to be secret
-	moves := make(chan move, steps)
-	for range steps {
-		moves <- move{what: r.Uint64(), which: r.Uint64(), name: fmt.Sprintf("name-%d", r.IntN(most))}
+	r := rand.New(rand.NewPCG(seed(t), stream)) //nolint:gosec // it is to be repeated, not to be secret
+	all := make([]move, steps)
+	for i := range all {
+		all[i] = move{what: r.Uint64(), which: r.Uint64(), name: fmt.Sprintf("name-%d", r.IntN(most))}
 	}
-	close(moves)
-	m := &model{sandboxes: map[string]*client.Sandbox{}, snapshots: map[string]*client.Snapshot{}}
+	return all
+}
+
+// between is how many moves there are between two calls of the disturbance.
+const between = 10
+
+// interleave has four callers make the moves, and disturbs them.
+func (w *world) interleave(all []move, stubborn bool, disturb func()) {
+	w.Helper()
+	todo := make(chan move)
+	m := &model{sandboxes: map[string]*client.Sandbox{}, snapshots: map[string]*client.Snapshot{}, stubborn: stubborn}
 	counts := map[string]int{}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	for range 4 {
 		wg.Go(func() {
-			for mv := range moves {
+			for mv := range todo {
 				what, err := m.do(w.ctx, w, mv)
 				verdict := "done"
 				if err != nil {
 					verdict = string(errs.ReasonOf(err))
 					if !slices.Contains(passing, errs.ReasonOf(err)) {
-						t.Errorf("%s: %v", what, err)
+						w.Errorf("%s: %v", what, err)
 					}
 				}
 				mu.Lock()
@@ -327,8 +372,17 @@ func TestRandomInterleavings(t *testing.T) {
 			}
 		})
 	}
+	func() {
+		defer close(todo) // also when the disturbance fails the test
+		for i, mv := range all {
+			todo <- mv
+			if i%between == between-1 {
+				disturb()
+			}
+		}
+	}()
 	wg.Wait()
-	t.Logf("%v", counts)
+	w.Logf("%v", counts)
 	w.lives()
 	w.asModelled(m)
 }
@@ -340,16 +394,16 @@ func (w *world) asModelled(m *model) {
 	w.ok(err)
 	running := 0
 	for _, s := range boxes {
-		uid := s.GetMeta().GetUid()
+		id := s.GetMeta().GetUid()
 		failed := s.GetStatus().GetPhase() == dormousev1.SandboxPhase_SANDBOX_PHASE_FAILED && s.GetStatus().GetNode() == ""
-		if uid == w.survivor.UID || failed {
+		if id == w.survivor.UID || failed {
 			continue // a start that a deletion of its snapshot, or the like, refused leaves its record
 		}
 		running++
-		if m.sandboxes[uid] == nil {
-			w.Errorf("sandbox %s is there and was deleted, or was never made: %v", uid, s.GetStatus())
+		if m.sandboxes[id] == nil {
+			w.Errorf("sandbox %s is there and was deleted, or was never made: %v", id, s.GetStatus())
 		} else {
-			w.answers(m.sandboxes[uid])
+			w.answers(m.sandboxes[id])
 		}
 	}
 	if running != len(m.sandboxes) {
@@ -358,10 +412,10 @@ func (w *world) asModelled(m *model) {
 	snaps, err := client.Collect(w.api.ListSnapshots(w.ctx, &dormousev1.ListSnapshotsRequest{}))
 	w.ok(err)
 	for _, s := range snaps {
-		uid := s.GetMeta().GetUid()
-		if uid != w.snapshot.UID && m.snapshots[uid] == nil && s.GetStatus().GetPhase() == dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY {
+		id := s.GetMeta().GetUid()
+		if id != w.snapshot.UID && m.snapshots[id] == nil && s.GetStatus().GetPhase() == dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY {
 			// A fork's snapshot outlives a fork that was refused afterwards; nothing else may.
-			w.Logf("snapshot %s is there and nobody has it", uid)
+			w.Logf("snapshot %s is there and nobody has it", id)
 		}
 	}
 	found, err := w.Doctor(w.ctx, 1)

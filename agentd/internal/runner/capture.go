@@ -44,9 +44,20 @@ func (n *Node) Checkpoint(ctx context.Context, req CaptureRequest) (nodestate.Sn
 		}
 		snap = nodestate.Snapshot{UID: req.SnapshotUID, Tenant: req.Tenant, SourceSandboxUID: req.UID, State: nodestate.SnapshotSaving,
 			Created: n.Now().UTC(), CommandID: req.CommandID}
-		return o.capture(ctx, &snap)
+		return because(ctx, o.capture(ctx, &snap))
 	})
 	return snap, err
+}
+
+// because gives why work was ended in place of what its end looked like from inside: a guest that did not
+// answer, say, to a call that a deletion cut short. A sandbox that does not run any more is said in any case.
+func because(ctx context.Context, err error) error {
+	cause := context.Cause(ctx)
+	var lost *checkpoint.NotResumedError
+	if err == nil || cause == nil || crashed(err) || !errors.Is(err, ctx.Err()) || errors.As(err, &lost) {
+		return err
+	}
+	return cause
 }
 
 func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err error) {

@@ -392,6 +392,22 @@ func TestDeleteEndsWhatIsGoingOn(t *testing.T) {
 	a.wantGone(req.UID)
 }
 
+// A guest that is asked when the deletion comes is not what was wrong.
+func TestDeleteIsTheReasonOfAnEndedCapture(t *testing.T) {
+	a := newWorld(t).boot()
+	req := startRequest()
+	must(t, second(a.Start(ctx(t), req)))
+	a.w.silent = make(chan struct{})
+	captured := make(chan error, 1)
+	go func() {
+		captured <- second(a.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: req.Tenant, CommandID: "c"}))
+	}()
+	<-a.w.silent
+	must(t, a.Delete(ctx(t), req.UID))
+	wantReason(t, <-captured, errs.WrongPhase)
+	a.wantGone(req.UID)
+}
+
 func TestCloseEndsNoSandbox(t *testing.T) {
 	w := newWorld(t)
 	a := w.boot()

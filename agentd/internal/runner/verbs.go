@@ -269,9 +269,9 @@ func (n *Node) Freeze(ctx context.Context, uid string, fn func(ctx context.Conte
 		if err := o.mustRun(); err != nil {
 			return err
 		}
-		return o.frozen(ctx, "", func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
+		return because(ctx, o.frozen(ctx, "", func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
 			return checkpoint.Freeze(ctx, s, fn)
-		})
+		}))
 	})
 }
 

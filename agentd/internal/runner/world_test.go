@@ -31,9 +31,11 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // world is everything that outlives an agentd: the machine with its sandboxes and guests, images,
 // volumes and folders. Nodes come and go on it.
 type world struct {
-	t    *testing.T
-	root string
-	host *fake.Host
+	// silent, if set, is closed by a channel that then does not list its processes.
+	silent chan struct{}
+	t      *testing.T
+	root   string
+	host   *fake.Host
 
 	mu      sync.Mutex
 	holds   map[string]string // holder to digest
@@ -389,7 +391,12 @@ func (c *channel) FinalOf(context.Context) (Final, error) {
 	return Final{Argv: []string{"/entry"}, Exit: c.in.end, Stdout: Tail{Offset: 3, Data: []byte("bye")}}, nil
 }
 
-func (c *channel) ProcessTable(context.Context) ([]checkpoint.ProcessEntry, error) {
+func (c *channel) ProcessTable(ctx context.Context) ([]checkpoint.ProcessEntry, error) {
+	if c.w.silent != nil {
+		close(c.w.silent)
+		<-ctx.Done()
+		return nil, errs.Wrap(ctx.Err(), errs.GuestSilent, "no answer")
+	}
 	return []checkpoint.ProcessEntry{{ID: "main", Pid: 2, Main: true}}, nil
 }
 
