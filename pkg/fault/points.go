@@ -23,52 +23,50 @@ func after(area string, steps ...string) []string {
 	return out
 }
 
-// agentd is made once: At looks into it.
-var agentd = slices.Concat(
-	// The runner's steps: start and restore make a sandbox by them, delete undoes them from the last to the first.
-	around("start", append([]string{"intent"}, steps...)...),
-	around("restore", append([]string{"intent"}, steps...)...),
-	around("delete", append([]string{"intent"}, steps...)...),
-	after("delete", "record"),
-	// The runsc driver: its own record, the control group, runsc itself, the record of the process; and back.
-	after("runtime", "recorded", "group", "launched", "attached"),
-	after("runtime", "killed", "deleted", "ungrouped", "forgotten"),
-	// A capture, and the artefact's way from staging to its place.
-	after("checkpoint", "intent", "hold", "freezing"),
-	around("checkpoint", "pause"),
-	after("checkpoint", "save"),
-	around("checkpoint", "resume"),
-	around("checkpoint", "record"),
-	after("artefact", "stage", "manifest", "rename"),
-	after("snapshot", "intent", "trash", "artefact", "image", "record"),
-	around("stop", "record"),
-	// Volumes, created and cloned alike.
-	after("volume", "record", "stage", "fill", "meta", "rename"),
-	around("volume", "attach", "detach", "trash"),
-	after("volume", "emptied", "forget"),
-	// Images: the pull into containerd, the conversion, and who holds the result.
-	after("image", "pull", "stage", "build", "file", "record", "alias", "hold", "release"),
-	after("image", "unrecord", "unlink", "layers"),
-	// The node's own records of whose commands it takes and what they gave.
-	after("command", "admit"),
-	around("command", "keep"),
-	after("session", "epoch"),
-	// The start of agentd: what is recorded, against what is there.
-	around("recover", "images", "volumes", "artefacts", "reconcile"),
-	after("recover", "snapshot", "sandbox", "resume"),
-)
-
-// coordinator likewise. A commit is one batch of the commit queue: before its script is sent, and after it
-// ran, when nobody has heard yet. A node command is known by its step.
-var coordinator = slices.Concat(
-	around("commit", "send"),
-	around("node", "start", "restore", "checkpoint", "delete", "delete-snapshot", "delete-volume", "volume"),
-	around("operation", "drive"),
-	[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
-)
-
 // Agentd lists the fault points of agentd.
-func Agentd() []string { return agentd }
+func Agentd() []string {
+	return slices.Concat(
+		// The runner's steps: start and restore make a sandbox by them, delete undoes them from the last to the first.
+		around("start", append([]string{"intent"}, steps...)...),
+		around("restore", append([]string{"intent"}, steps...)...),
+		around("delete", append([]string{"intent"}, steps...)...),
+		after("delete", "record"),
+		// The runsc driver: its own record, the control group, runsc itself, the record of the process; and back.
+		after("runtime", "recorded", "group", "launched", "attached"),
+		after("runtime", "killed", "deleted", "ungrouped", "forgotten"),
+		// A capture, and the artefact's way from staging to its place.
+		after("checkpoint", "intent", "hold", "freezing"),
+		around("checkpoint", "pause"),
+		after("checkpoint", "save"),
+		around("checkpoint", "resume"),
+		around("checkpoint", "record"),
+		after("artefact", "stage", "manifest", "rename"),
+		after("snapshot", "intent", "trash", "artefact", "image", "record"),
+		around("stop", "record"),
+		// Volumes, created and cloned alike.
+		after("volume", "record", "stage", "fill", "meta", "rename"),
+		around("volume", "attach", "detach", "trash"),
+		after("volume", "emptied", "forget"),
+		// Images: the pull into containerd, the conversion, and who holds the result.
+		after("image", "pull", "stage", "build", "file", "record", "alias", "hold", "release"),
+		after("image", "unrecord", "unlink", "layers"),
+		// The node's own records of whose commands it takes and what they gave.
+		after("command", "admit"),
+		around("command", "keep"),
+		after("session", "epoch"),
+		// The start of agentd: what is recorded, against what is there.
+		around("recover", "images", "volumes", "artefacts", "reconcile"),
+		after("recover", "snapshot", "sandbox", "resume"),
+	)
+}
 
-// Coordinator lists the fault points of the coordinator.
-func Coordinator() []string { return coordinator }
+// Coordinator lists the fault points of the coordinator. A commit is one batch of the commit queue: before its script is sent, and after it
+// ran, when nobody has heard yet. A node command is known by its step.
+func Coordinator() []string {
+	return slices.Concat(
+		around("commit", "send"),
+		around("node", "start", "restore", "checkpoint", "delete", "delete-snapshot", "delete-volume", "volume"),
+		around("operation", "drive"),
+		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
+	)
+}

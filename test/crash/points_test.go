@@ -191,8 +191,11 @@ func TestEveryChangeHasAFaultPoint(t *testing.T) {
 	}
 }
 
-// TestFaultPointsAgree: lists, code and matrix have the same points.
+// TestFaultPointsAgree: lists, code and matrix have the same points, and a build without the tag has none.
 func TestFaultPointsAgree(t *testing.T) {
+	if fault.Enabled {
+		t.Error("a build without the tag has fault points")
+	}
 	code := map[string]bool{}
 	for _, f := range functions(t) {
 		for _, p := range f.points {

@@ -414,8 +414,7 @@ func (w *world) asModelled(m *model) {
 	for _, s := range snaps {
 		id := s.GetMeta().GetUid()
 		if id != w.snapshot.UID && m.snapshots[id] == nil && s.GetStatus().GetPhase() == dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY {
-			// A fork's snapshot outlives a fork that was refused afterwards; nothing else may.
-			w.Logf("snapshot %s is there and nobody has it", id)
+			w.Errorf("snapshot %s is there and nobody has it", id)
 		}
 	}
 	found, err := w.Doctor(w.ctx, 1)
