@@ -117,7 +117,7 @@ func Start(ctx context.Context, cfg Config, opts ...Option) (a *App, err error) 
 	a.assemble(tlsFiles)
 	life, cancel := context.WithCancel(context.Background())
 	a.cancel = cancel
-	if err := a.listen(life, tlsFiles, keys); err != nil {
+	if err := a.listen(ctx, life, tlsFiles, keys); err != nil {
 		return a, err
 	}
 	if err := a.serveAdmin(); err != nil {

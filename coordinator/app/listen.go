@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -34,18 +35,18 @@ const (
 	maxHeaders     = 64 << 10
 )
 
-// listen opens all listeners and serves them. ctx is the life of what they do in the background.
-func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenticator) error {
+// listen opens all listeners, for which it has ctx, and serves them. life is that of what they do in the background.
+func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Authenticator) error {
 	around, err := a.surround()
 	if err != nil {
 		return err
 	}
 	services := a.services()
-	a.owned.Go(func() { services.Run(ctx) })
+	a.owned.Go(func() { services.Run(life) })
 	admission := auth.NewAdmission(a.cfg.Tenant, nil)
 	publicTLS := files.ServerOptional(pki.RoleClient, pki.RoleOperator)
 	for _, address := range a.cfg.Listen.GRPC {
-		l, err := bind(address)
+		l, err := bind(ctx, address)
 		if err != nil {
 			return err
 		}
@@ -56,11 +57,11 @@ func (a *App) listen(ctx context.Context, files *pki.Source, keys *auth.Authenti
 		a.serveGRPC("grpc", l, a.public(around, services, keys.Authenticate, admission, grpc.Creds(creds),
 			grpc.MaxConcurrentStreams(maxConnStreams), grpc.MaxHeaderListSize(maxHeaders)))
 	}
-	if err := a.listenREST(ctx, around, services, keys, admission, publicTLS); err != nil {
+	if err := a.listenREST(ctx, life, around, services, keys, admission, publicTLS); err != nil {
 		return err
 	}
 	for _, address := range a.cfg.Listen.Node {
-		l, err := bind(address)
+		l, err := bind(ctx, address)
 		if err != nil {
 			return err
 		}
@@ -125,7 +126,7 @@ func lenient() grpc.ServerOption {
 	return grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true})
 }
 
-func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, admission *auth.Admission, publicTLS *tls.Config) error {
+func (a *App) listenREST(ctx, life context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, admission *auth.Admission, publicTLS *tls.Config) error {
 	if len(a.cfg.Listen.REST) == 0 {
 		return nil
 	}
@@ -135,13 +136,13 @@ func (a *App) listenREST(ctx context.Context, around *wire.Server, services *api
 	}
 	a.bridge = bridge
 	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), admission)
-	handler, err := bridge.Handler(ctx)
+	handler, err := bridge.Handler(life)
 	if err != nil {
 		return err
 	}
 	a.serveGRPC("", bridge.Listener(), inner)
 	for _, address := range a.cfg.Listen.REST {
-		l, err := bind(address)
+		l, err := bind(ctx, address)
 		if err != nil {
 			return err
 		}
@@ -195,21 +196,50 @@ func (a *App) drain(ctx context.Context) {
 
 func isUnix(address string) bool { return strings.HasPrefix(address, "unix:") }
 
-// bind opens a listener. A unix socket is for its owner only; one that a dead process left is
-// replaced, one that somebody serves is an error.
-func bind(address string) (net.Listener, error) {
+// handover bounds how long an address that is taken is waited for. The sockets of a process that was killed stay open
+// until the last of its threads has gone, and who starts daemons may start the next one before that.
+const handover = 3 * time.Second
+
+var errTaken = errors.New("somebody serves it already")
+
+// bind opens a listener. An address that somebody serves is an error, once it was waited for.
+func bind(ctx context.Context, address string) (net.Listener, error) {
+	waiting, cancel := context.WithTimeout(ctx, handover)
+	defer cancel()
+	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
+		l, err := bindNow(ctx, address)
+		if !errors.Is(err, errTaken) && !errors.Is(err, syscall.EADDRINUSE) {
+			return l, err
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-waiting.Done():
+			timer.Stop()
+			return nil, errors.Join(err, ctx.Err())
+		}
+	}
+}
+
+// bindNow tries once. A unix socket is for its owner only; one that a dead process left is replaced.
+func bindNow(ctx context.Context, address string) (net.Listener, error) {
+	var config net.ListenConfig
 	path, ok := strings.CutPrefix(address, "unix:")
 	if !ok {
-		return net.Listen("tcp", address)
+		return config.Listen(ctx, "tcp", address)
 	}
-	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
+	dialer := net.Dialer{Timeout: time.Second}
+	if conn, err := dialer.DialContext(ctx, "unix", path); err == nil {
 		_ = conn.Close() // it only was a question
-		return nil, fmt.Errorf("somebody serves %s already", path)
+		return nil, fmt.Errorf("%s: %w", path, errTaken)
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err // the question was not answered: the socket may be somebody's
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	l, err := net.Listen("unix", path)
+	l, err := config.Listen(ctx, "unix", path)
 	if err != nil {
 		return nil, err
 	}
