@@ -40,4 +40,20 @@
 // DeleteSandbox commits the phase Deleting first. A start or restore in flight is then cancelled
 // and waited for before the node is told to delete, and its operation fails with WRONG_PHASE. A
 // checkpoint in flight keeps the record until it ends, by its reference to the source.
+//
+// # Order
+//
+// A first artefact (a snapshot with its references to volumes) and whatever is published of a volume
+// (attachment, deletion) are prepared and committed in one order of locks, outermost first:
+//
+//  1. the flight of a sandbox that is being started; deletion waits for it, it for no deletion;
+//  2. the commit queue: all that decides is read in the build function of the commit that it decides;
+//  3. the store's script, which checks each new reference (its target lives, is not sealed and not
+//     attached otherwise) and each absence of references, and maintains both sides in one step;
+//  4. the engine's mutex, which guards maps and is held over no call, commit or wait.
+//
+// So whichever of two publications commits first wins, and the other is refused by the script,
+// whatever it read. Waits between operations go one way too: the deletion of a sandbox waits for
+// a checkpoint that refers to it, the removal of a copy's volume for that of the copy; a checkpoint and a
+// deletion of a snapshot or volume wait for no other operation. Therefore none waits in a circle.
 package operations

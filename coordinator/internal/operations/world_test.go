@@ -32,20 +32,24 @@ const tenant = "acme"
 // world is a catalog and a node that outlive engines.
 type world struct {
 	t     *testing.T
-	store *memory.Store
+	store catalog.Store
 	node  *fakeNode
 	nodes *fakeNodes
 
 	mu     sync.Mutex
 	now    func() time.Time
+	jitter func()        // called at every boundary
 	crash  int           // the boundary to crash at; 0 is never
 	passed int           // boundaries passed
 	down   chan struct{} // closed at the crash
 	gone   chan struct{} // closed when the engine has ended: what waited for it dies too
 }
 
-func newWorld(t *testing.T) *world {
-	w := &world{t: t, store: memory.New(memory.Options{}), down: make(chan struct{}), gone: make(chan struct{})}
+func newWorld(t *testing.T) *world { return newWorldOn(t, memory.New(memory.Options{})) }
+
+// newWorldOn has its catalog in a store, which it closes.
+func newWorldOn(t *testing.T, store catalog.Store) *world {
+	w := &world{t: t, store: store, down: make(chan struct{}), gone: make(chan struct{})}
 	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
 	w.nodes = &fakeNodes{all: []placement.Node{{Name: "n1", Online: true, Allocatable: placement.Resources{CPUMillis: 100_000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40}}}}
 	t.Cleanup(func() {
@@ -105,7 +109,11 @@ func (w *world) boundary(ctx context.Context) error {
 	w.mu.Lock()
 	w.passed++
 	hit := w.crash != 0 && w.passed == w.crash
+	jitter := w.jitter
 	w.mu.Unlock()
+	if jitter != nil {
+		jitter()
+	}
 	if !hit {
 		return nil
 	}

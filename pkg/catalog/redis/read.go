@@ -172,15 +172,20 @@ func (s *Store) candidates(ctx context.Context, members []string, keyOf func(str
 }
 
 func (s *Store) after(ctx context.Context, index, after string, count int) ([]string, error) {
-	lower := "-"
-	if after != "" {
-		lower = "(" + after
-	}
-	members, err := s.client.ZRangeArgs(ctx, goredis.ZRangeArgs{Key: index, Start: lower, Stop: "+", ByLex: true, Count: int64(count)}).Result()
+	members, err := s.client.ZRangeArgs(ctx, namesAfter(index, after, count)).Result()
 	if err != nil {
 		return nil, readError(err)
 	}
 	return members, nil
+}
+
+// namesAfter is the range of an index that follows a name.
+func namesAfter(index, after string, count int) goredis.ZRangeArgs {
+	lower := "-"
+	if after != "" {
+		lower = "(" + after
+	}
+	return goredis.ZRangeArgs{Key: index, Start: lower, Stop: "+", ByLex: true, Count: int64(count)}
 }
 
 func (s *Store) inPhases(ctx context.Context, keys []catalog.Key, phases []string) ([]catalog.Key, error) {
@@ -213,32 +218,31 @@ func (s *Store) Referrers(ctx context.Context, target catalog.Key, after string,
 	if err != nil {
 		return catalog.Holders{}, err
 	}
+	// In one step, so that the page, its modes and the count are of one moment: holders come and go.
+	// Attachments are all shared, or one that is exclusive; so all scores are the same, and the range
+	// by name that gives the page's holders gives their attachments too.
 	refs, attached := s.keys.key("f", target.String()), s.keys.key("a", target.String())
-	members, err := s.after(ctx, refs, after, size)
-	if err != nil {
-		return catalog.Holders{}, err
-	}
-	p := s.client.Pipeline()
+	p := s.client.TxPipeline()
+	named := p.ZRangeArgs(ctx, namesAfter(refs, after, size))
 	count := p.ZCard(ctx, refs)
-	scores := make([]*goredis.FloatCmd, len(members))
-	for i, m := range members {
-		scores[i] = p.ZScore(ctx, attached, m)
-	}
-	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
+	attaching := p.ZRangeArgs(ctx, namesAfter(attached, after, size))
+	exclusive := p.ZRangeByScore(ctx, attached, &goredis.ZRangeBy{Min: "2", Max: "2", Count: 1})
+	if _, err := p.Exec(ctx); err != nil {
 		return catalog.Holders{}, readError(err)
 	}
+	members := named.Val()
 	page := catalog.Holders{Count: int(count.Val())}
-	for i, m := range members {
+	for _, m := range members {
 		key, err := catalog.ParseKey(m)
 		if err != nil {
 			return catalog.Holders{}, damaged(err, "index of references to "+target.String())
 		}
 		mode := catalog.Reference
-		switch scores[i].Val() {
-		case 1:
-			mode = catalog.Shared
-		case 2:
+		switch {
+		case slices.Contains(exclusive.Val(), m):
 			mode = catalog.Exclusive
+		case slices.Contains(attaching.Val(), m):
+			mode = catalog.Shared
 		}
 		page.Holders = append(page.Holders, catalog.Holder{Key: key, Mode: mode})
 	}
