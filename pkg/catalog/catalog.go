@@ -289,7 +289,8 @@ type Reader interface {
 	// GetMany gives the records that exist, by key. At most MaxPage keys.
 	GetMany(ctx context.Context, keys []Key) (map[Key]Record, error)
 	List(ctx context.Context, q Query) (Page, error)
-	// Referrers pages through who refers to the target. An absent target has none.
+	// Referrers pages through who refers to the target. An absent target has none. A page, its modes
+	// and its count are of one moment.
 	Referrers(ctx context.Context, target Key, after string, limit int) (Holders, error)
 	// Receipt finds the receipt of an operation. Not found is (Receipt{}, false, nil), and says
 	// nothing of a commit that may still be on its way: see Settle.

@@ -108,6 +108,9 @@ func (w *world) containerdForgets(ref string) {
 	if content := w.ctr("content", "ls", "-q"); strings.Contains(content, manifest) {
 		w.ctr("content", "rm", manifest)
 	}
+	if left := w.ctr("images", "ls", "-q") + w.ctr("content", "ls", "-q"); strings.Contains(left, manifest) {
+		w.Fatalf("containerd still has %s", ref)
+	}
 }
 
 func (w *world) ctr(args ...string) string {
