@@ -51,6 +51,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime/runsc"
 	"github.com/dormouse-run/dormouse/agentd/internal/session"
 	"github.com/dormouse-run/dormouse/agentd/internal/volumes"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -117,11 +118,12 @@ func quiet(fn func()) func() error { return func() error { fn(); return nil } }
 func (a *App) dir(name string) string { return filepath.Join(a.cfg.StateDir, name) }
 
 func (a *App) openState(context.Context) error {
-	if err := os.MkdirAll(a.cfg.StateDir, 0o700); err != nil {
-		return fmt.Errorf("state folder: %w", err)
+	err := os.MkdirAll(a.cfg.StateDir, 0o700)
+	if err == nil {
+		err = os.Chmod(a.cfg.StateDir, 0o700)
 	}
-	if err := os.Chmod(a.cfg.StateDir, 0o700); err != nil {
-		return fmt.Errorf("state folder: %w", err)
+	if err != nil {
+		return errs.Wrap(err, errs.InternalError, "the state folder: %v", err)
 	}
 	a.fault = faults(a.cfg.StateDir)
 	state, err := nodestate.Open(nodestate.Options{Path: a.dir("state.db"), Node: a.cfg.Node, Commands: a.cfg.Limits.Commands})

@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"syscall"
 )
 
 // Code is the coarse class of an error. The set is closed.
@@ -89,8 +90,21 @@ func New(reason Reason, format string, args ...any) *Error {
 
 // Wrap is New with a cause that errors.Is and errors.As can reach. The cause's text is not
 // added to the message: say in the message what of it is safe to say.
+//
+// What failed because a disk of the host has no room is DISK_FULL wherever it was met, and not
+// INTERNAL_ERROR: there is a way out, and somebody has to take it. A read-only disk has one too.
 func Wrap(cause error, reason Reason, format string, args ...any) *Error {
+	wayOut := ""
+	if reason == InternalError {
+		switch {
+		case errors.Is(cause, syscall.ENOSPC), errors.Is(cause, syscall.EDQUOT):
+			reason, wayOut = DiskFull, "; the disk is full: free some room, then try again"
+		case errors.Is(cause, syscall.EROFS):
+			wayOut = "; the disk is read-only: look at the kernel's log for why, repair it and mount it writable"
+		}
+	}
 	e := New(reason, format, args...)
+	e.Message += wayOut
 	e.cause = cause
 	return e
 }

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -84,6 +86,21 @@ func TestMatching(t *testing.T) {
 	}
 	if s := From(err).Error(); s != "RESOURCE_EXHAUSTED/DISK_FULL: no room; free some" {
 		t.Errorf("text: %s", s)
+	}
+}
+
+// A host's disk without room is that, wherever it was met; a reason that says more stays.
+func TestHostDisk(t *testing.T) {
+	full := &os.PathError{Op: "write", Path: "/x", Err: syscall.ENOSPC}
+	if e := Wrap(full, InternalError, "write the record: %v", full); e.Reason != DiskFull || e.Code != ResourceExhausted ||
+		!strings.HasPrefix(e.Message, "write the record: ") || !strings.Contains(e.Message, "free some room") || !errors.Is(e, syscall.ENOSPC) {
+		t.Errorf("a full disk is %v", e)
+	}
+	if e := Wrap(full, SandboxFailed, "x"); e.Reason != SandboxFailed || e.Message != "x" {
+		t.Errorf("a reason that was given became %v", e)
+	}
+	if e := Wrap(&os.PathError{Op: "open", Path: "/x", Err: syscall.EROFS}, InternalError, "x"); e.Reason != InternalError || !strings.Contains(e.Message, "mount it writable") {
+		t.Errorf("a read-only disk is %v", e)
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 
 	bolt "go.etcd.io/bbolt"
 	berrors "go.etcd.io/bbolt/errors"
+	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
@@ -74,7 +75,7 @@ func Open(opts Options) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{db: db, commands: opts.Commands, now: opts.Now}
-	err = migrate(db, opts.Node, Version, migrations)
+	err = s.fail(migrate(db, opts.Node, Version, migrations))
 	if err == nil {
 		err = s.recallReports()
 	}
@@ -126,7 +127,7 @@ func openChecked(opts Options) (db *bolt.DB, err error) {
 	switch {
 	case errors.Is(err, berrors.ErrTimeout):
 		return nil, errs.Wrap(err, errs.AlreadyAttached, "the state file %s is in use by another agentd; stop that one, or give this one a state folder of its own", opts.Path).With("holder", "agentd")
-	case err != nil && (os.IsPermission(err) || os.IsNotExist(err)):
+	case err != nil && (os.IsPermission(err) || os.IsNotExist(err) || hostDisk(err)):
 		return nil, errs.Wrap(err, errs.InternalError, "open the state file %s: %v", opts.Path, err)
 	case err != nil:
 		return nil, damaged(opts.Path, err)
@@ -135,6 +136,11 @@ func openChecked(opts Options) (db *bolt.DB, err error) {
 		return nil, errors.Join(damaged(opts.Path, err), db.Close())
 	}
 	return db, nil
+}
+
+// hostDisk tells that the disk is the reason, and not what is in the file.
+func hostDisk(err error) bool {
+	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EIO)
 }
 
 // refuseForeign keeps bbolt from initialising a file that is there but empty: it was truncated.

@@ -7,11 +7,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	bolt "go.etcd.io/bbolt"
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
@@ -259,4 +261,29 @@ func TestMigrations(t *testing.T) {
 	db.Close()
 	_, err = Open(Options{Path: path, Node: "n1"})
 	wantReason(t, err, errs.NotSupported)
+}
+
+// A disk that is read-only is said to be, and not that the file is damaged: nobody is to move it away.
+func TestF10ReadOnlyDisk(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "state.db")
+	if err := open(t, path, Options{}).Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(dir, dir, "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := unix.Mount(dir, dir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
+		t.Fatal(err)
+	}
+	_, err := Open(Options{Path: path, Node: "n1"})
+	wantReason(t, err, errs.InternalError)
+	if !strings.Contains(err.Error(), "mount it writable") {
+		t.Errorf("no way out: %v", err)
+	}
 }

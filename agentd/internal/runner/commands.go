@@ -163,7 +163,8 @@ func (c *Commands) runOnce(ctx context.Context, cmd Command, run func(ctx contex
 	}
 	fault.At("command.keep.before")
 	if err := c.store.PutCommand(keep); err != nil {
-		return nil, err
+		// It was done, whatever the store says of itself: only the same command id may be asked again.
+		return nil, errs.From(err).WithOutcome(errs.Unknown, errs.SameOperation)
 	}
 	fault.At("command.keep.after")
 	return replay(keep)
