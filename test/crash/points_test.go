@@ -70,7 +70,7 @@ var elsewhere = map[string]string{
 	"agentd/internal/layers/flatten.nameless":     "image.stage.after image.build.after",
 	"agentd/internal/layers.release":              "image.release.after",
 	"agentd/internal/runtime/runsc.numbersFree":   "runtime.killed.after runtime.deleted.after", // only asks
-	"coordinator/app.bind":                        "start",
+	"coordinator/app.bindNow":                     "start",
 	"agentd/internal/cgroup.Create":               "runtime.recorded.after runtime.group.after",
 	"agentd/internal/launcher.Signal":             "delete.runtime.before runtime.killed.after",
 	"agentd/internal/checkpoint.OpenStore":        "start",
