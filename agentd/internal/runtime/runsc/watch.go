@@ -199,8 +199,12 @@ func (d *Driver) kill(rec record) (victims, error) {
 	delete(pids, os.Getpid())
 	for pid := range pids {
 		if p := hold(pid); p != nil {
-			v = append(v, p)
 			all = append(all, p.Signal(unix.SIGKILL))
+			if len(v) == maxHeld {
+				all = append(all, p.Close())
+				continue
+			}
+			v = append(v, p)
 		}
 	}
 	return v, errors.Join(all...)
@@ -220,6 +224,11 @@ func (d *Driver) killAll(ctx context.Context, rec record) error {
 		}
 	}
 }
+
+// maxHeld is how many of a sandbox's processes are waited for at a time: a guest that forks without end
+// must not cost a descriptor for each. The rest are killed all the same, and found by the next look if
+// they have not ended.
+const maxHeld = 64
 
 // hold takes hold of a process that was just seen; nil when it is gone.
 func hold(pid int) *launcher.Process {
