@@ -25,6 +25,7 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
@@ -119,7 +120,8 @@ func Read(file string) ([]Entry, error) {
 	return d.Keys, nil
 }
 
-// Write replaces the file as a whole, readable by the owner only.
+// Write replaces the file as a whole, readable by the owner only. Once it returns, a revoked key stays
+// revoked, also after a power failure.
 func Write(file string, entries []Entry) error {
 	data, err := yaml.Marshal(document{entries})
 	if err != nil {
@@ -128,19 +130,7 @@ func Write(file string, entries []Entry) error {
 	if err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(file), ".keys-*")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(tmp.Name()) // gone already when all went well
-	_, err = tmp.Write(data)
-	if err == nil {
-		err = tmp.Sync()
-	}
-	if err := errors.Join(err, tmp.Close()); err != nil {
-		return err
-	}
-	return os.Rename(tmp.Name(), file)
+	return durable.WriteFile(file, data)
 }
 
 // Keyring checks keys against a file, which it reads again when it changed: a key that was made

@@ -29,6 +29,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
@@ -201,7 +202,7 @@ func Install(src, root string) (*Bundle, error) {
 	if err := os.Rename(staged, dir); err != nil {
 		return nil, errors.Join(errs.Wrap(err, errs.InternalError, "publish the runtime bundle: %v", err), os.RemoveAll(staged))
 	}
-	if err := syncDir(parent); err != nil {
+	if err := durable.SyncDir(parent); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "sync %s: %v", parent, err)
 	}
 	return Open(dir)
@@ -248,7 +249,7 @@ func copyBundle(from, to string) error {
 			return err
 		}
 	}
-	return syncDir(to)
+	return durable.SyncDir(to)
 }
 
 func copyFile(from, to string, mode fs.FileMode) (err error) {
@@ -266,13 +267,4 @@ func copyFile(from, to string, mode fs.FileMode) (err error) {
 		return err
 	}
 	return out.Sync()
-}
-
-func syncDir(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return f.Sync()
 }

@@ -5,7 +5,6 @@ package layers
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -68,60 +67,4 @@ func waitLockFile(ctx context.Context, path string) (func(), error) {
 		case <-tick.C:
 		}
 	}
-}
-
-// syncDir makes the names in a folder durable.
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
-}
-
-// writeJSON replaces a file as a whole: after a crash it is the old one or the new one.
-func writeJSON(path string, v any) (err error) {
-	data, err := json.Marshal(v)
-	if err != nil {
-		return err
-	}
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, ".new-")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
-		}
-	}()
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return err
-	}
-	return syncDir(dir)
-}
-
-// removeDurably removes files that may be gone already, all of one folder.
-func removeDurably(dir string, names ...string) error {
-	var all []error
-	for _, n := range names {
-		if err := os.Remove(filepath.Join(dir, n)); err != nil && !errors.Is(err, os.ErrNotExist) {
-			all = append(all, err)
-		}
-	}
-	if len(names) > 0 {
-		all = append(all, syncDir(dir))
-	}
-	return errors.Join(all...)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 )
@@ -91,7 +92,7 @@ func (s *Store) dropRecords(file digest.Digest) ([]digest.Digest, error) {
 			manifests = append(manifests, r.ManifestDigest)
 		}
 	}
-	return manifests, removeDurably(s.disk.records(), names...)
+	return manifests, durable.Remove(s.disk.records(), names...)
 }
 
 // unlink removes a file and its empty folder of holders. The caller holds the lock and has looked for holders.
@@ -101,7 +102,7 @@ func (s *Store) unlink(file digest.Digest) (int64, error) {
 	if st, err := os.Stat(path); err == nil {
 		size = st.Size()
 	}
-	if err := removeDurably(s.disk.images(), filepath.Base(path)); err != nil {
+	if err := durable.Remove(s.disk.images(), filepath.Base(path)); err != nil {
 		return 0, err
 	}
 	if err := os.RemoveAll(filepath.Join(s.disk.holders(), file.Encoded())); err != nil {

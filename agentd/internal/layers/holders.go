@@ -17,6 +17,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 )
@@ -86,7 +87,7 @@ func (s *Store) holdLocked(file digest.Digest, holder string) error {
 		return nil
 	}
 	if err := os.Mkdir(dir, 0o700); err == nil {
-		if err := syncDir(s.disk.holders()); err != nil {
+		if err := durable.SyncDir(s.disk.holders()); err != nil {
 			return s.hostError("hold", err)
 		}
 	} else if !errors.Is(err, os.ErrExist) {
@@ -106,7 +107,7 @@ func (s *Store) holdLocked(file digest.Digest, holder string) error {
 
 // syncHolds makes the holds of a file durable, and the ends of holds.
 func (s *Store) syncHolds(file digest.Digest) error {
-	err := syncDir(filepath.Join(s.disk.holders(), file.Encoded()))
+	err := durable.SyncDir(filepath.Join(s.disk.holders(), file.Encoded()))
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return s.hostError("hold", err)
 	}

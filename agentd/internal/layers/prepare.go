@@ -15,6 +15,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/layers/flatten"
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 )
@@ -141,11 +142,11 @@ func (s *Store) publish(staged string, rec record) error {
 			return err
 		}
 		fault.At("image.file.after")
-		if err := syncDir(s.disk.images()); err != nil {
+		if err := durable.SyncDir(s.disk.images()); err != nil {
 			return err
 		}
 	}
-	if err := writeJSON(filepath.Join(s.disk.records(), s.disk.recordName(rec.ManifestDigest)), rec); err != nil {
+	if err := durable.WriteJSON(filepath.Join(s.disk.records(), s.disk.recordName(rec.ManifestDigest)), rec); err != nil {
 		return err
 	}
 	fault.At("image.record.after")

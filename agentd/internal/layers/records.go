@@ -17,6 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
@@ -176,7 +177,7 @@ func (d disk) saveAlias(a alias) error {
 	if old, err := d.loadAlias(a.Name); err == nil && old == a {
 		return nil
 	}
-	if err := writeJSON(filepath.Join(d.refs(), aliasFile(a.Name)), a); err != nil {
+	if err := durable.WriteJSON(filepath.Join(d.refs(), aliasFile(a.Name)), a); err != nil {
 		return err
 	}
 	fault.At("image.alias.after")

@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"github.com/opencontainers/go-digest"
+
+	"github.com/dormouse-run/dormouse/pkg/durable"
 )
 
 // Report is what Recover found and did.
@@ -90,7 +92,7 @@ func (s *Store) recoverFiles(rep *Report) error {
 		folders = append(folders, filepath.Join(s.disk.holders(), file.Encoded()))
 	}
 	for _, dir := range folders {
-		if err := dropUnfinished(dir); err != nil {
+		if err := durable.DropUnfinished(dir); err != nil {
 			return err
 		}
 	}
@@ -126,7 +128,7 @@ func (s *Store) dropBadRecords(rep *Report) ([]record, map[digest.Digest]bool, e
 		bad = append(bad, s.disk.recordName(r.ManifestDigest))
 	}
 	rep.Dropped = bad
-	return all, known, removeDurably(s.disk.records(), bad...)
+	return all, known, durable.Remove(s.disk.records(), bad...)
 }
 
 // dropOrphans removes files without record and holder and gives those that were there. The caller holds the lock.
@@ -163,19 +165,4 @@ func (d disk) sizeWrong(file digest.Digest, all []record) bool {
 		}
 	}
 	return false
-}
-
-// dropUnfinished removes what writeJSON left behind when it was cut short.
-func dropUnfinished(dir string) error {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return err
-	}
-	var names []string
-	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), ".new-") {
-			names = append(names, e.Name())
-		}
-	}
-	return removeDurably(dir, names...)
 }

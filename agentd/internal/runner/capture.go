@@ -167,9 +167,7 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 	}
 	var lost *checkpoint.NotResumedError
 	if errors.As(err, &lost) {
-		reason, message := o.whyLost(ctx)
-		o.kill()
-		return errors.Join(err, o.failed(reason, message))
+		return errors.Join(err, o.endLost(ctx, "the sandbox could not be resumed after a checkpoint and was ended"))
 	}
 	rec = o.rec
 	rec.Capture = nil
@@ -179,17 +177,20 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 	return errors.Join(err, o.put(rec))
 }
 
-// whyLost tells why a sandbox could not be resumed: it had ended by itself, of its memory perhaps, which a
-// save needs some of; or it does not obey.
-func (o *owner) whyLost(ctx context.Context) (reason, message string) {
+// endLost ends a sandbox that could not be resumed, and records why: it had ended by itself, of its memory
+// perhaps, which a save needs some of; or it does not obey, which message says. Its end is looked at only
+// once it is over: a sandbox that the kernel is just ending still looks alive.
+func (o *owner) endLost(ctx context.Context, message string) error {
 	look, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTimeout)
 	defer cancel()
-	if st, err := o.n.Driver.State(look, o.uid); err == nil && st.Phase == runtime.Stopped {
-		if exit, err := o.n.Driver.Wait(look, o.uid); err == nil {
-			return endReason(exit)
-		}
+	st, err := o.n.Driver.State(look, o.uid)
+	ended := err == nil && st.Phase == runtime.Stopped
+	o.kill()
+	if exit, err := o.n.Driver.Wait(look, o.uid); err == nil && (ended || exit.OOM) {
+		reason, message := endReason(exit)
+		return o.failed(reason, message)
 	}
-	return sandbox.ReasonKilled, "the sandbox could not be resumed after a checkpoint and was ended"
+	return o.failed(sandbox.ReasonKilled, message)
 }
 
 // useSnapshot keeps an artefact from being deleted while it is read. WRONG_PHASE while it is being deleted.

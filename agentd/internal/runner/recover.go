@@ -35,8 +35,7 @@ func (n *Node) Reattach(ctx context.Context, uid string) error {
 		}
 		if o.rec.Capture != nil || st.Phase == runtime.Paused {
 			if err := n.Driver.Resume(ctx, o.uid); err != nil {
-				o.kill()
-				return errors.Join(err, o.failed(sandbox.ReasonKilled, "the sandbox could not be resumed after an interrupted checkpoint and was ended"))
+				return errors.Join(err, o.endLost(ctx, "the sandbox could not be resumed after an interrupted checkpoint and was ended"))
 			}
 			if err := n.fault("recover.resume.after"); err != nil {
 				return err

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 )
@@ -57,7 +58,7 @@ func (s *Store) Attach(ctx context.Context, uid, holder string, readOnly bool) (
 	}
 	h := Holder{Name: holder, ReadOnly: readOnly, Since: time.Now().UTC()}
 	fault.At("volume.attach.before")
-	if err := writeJSON(filepath.Join(s.attachments(uid), holder), h); err != nil {
+	if err := durable.WriteJSON(filepath.Join(s.attachments(uid), holder), h); err != nil {
 		return Volume{}, s.fail("attach", uid, err)
 	}
 	fault.At("volume.attach.after")
@@ -82,7 +83,7 @@ func (s *Store) Detach(ctx context.Context, uid, holder string) error {
 	}
 	if err == nil {
 		fault.At("volume.detach.after")
-		err = syncDir(dir)
+		err = durable.SyncDir(dir)
 	}
 	if err != nil {
 		return s.fail("detach", uid, err)
@@ -132,7 +133,7 @@ func (s *Store) holders(uid string) ([]Holder, error) {
 	}
 	var all []Holder
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), unfinished) {
+		if strings.HasPrefix(e.Name(), durable.Unfinished) {
 			continue
 		}
 		h := Holder{}

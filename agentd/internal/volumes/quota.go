@@ -13,6 +13,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/dormouse-run/dormouse/pkg/durable"
 )
 
 // limiter enforces a size on a folder.
@@ -42,7 +44,7 @@ func (s *Store) nextProject() (uint32, error) {
 		return 0, err
 	}
 	last++
-	return uint32(last), writeJSON(path, last)
+	return uint32(last), durable.WriteJSON(path, last)
 }
 
 // The kernel's interface to project quota: <linux/quota.h>, <linux/dqblk_xfs.h> and <linux/fs.h>.

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
@@ -61,7 +62,7 @@ func (s *Store) Recover(ctx context.Context) (Report, error) {
 		} else if err != nil {
 			all = append(all, err)
 		}
-		if err := dropUnfinished(s.attachments(e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
+		if err := durable.DropUnfinished(s.attachments(e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
 			all = append(all, err)
 		}
 	}

@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 )
@@ -286,7 +287,7 @@ func (s *Store) build(ctx context.Context, stage string, m *meta, fill func(cont
 		return err
 	}
 	fault.At("volume.fill.after")
-	if err := writeJSON(filepath.Join(stage, "meta.json"), m); err != nil {
+	if err := durable.WriteJSON(filepath.Join(stage, "meta.json"), m); err != nil {
 		return err
 	}
 	fault.At("volume.meta.after")
@@ -296,7 +297,7 @@ func (s *Store) build(ctx context.Context, stage string, m *meta, fill func(cont
 // syncTree makes a staged volume durable: all of a copy with one call, an empty one folder by folder.
 func syncTree(stage string, copied bool) error {
 	if !copied {
-		return errors.Join(syncDir(filepath.Join(stage, "data")), syncDir(filepath.Join(stage, "attach")), syncDir(stage))
+		return errors.Join(durable.SyncDir(filepath.Join(stage, "data")), durable.SyncDir(filepath.Join(stage, "attach")), durable.SyncDir(stage))
 	}
 	d, err := os.Open(stage)
 	if err != nil {
@@ -311,7 +312,7 @@ func (s *Store) publish(stage, uid string) error {
 		return err
 	}
 	fault.At("volume.rename.after")
-	return errors.Join(syncDir(s.dir("volumes")), syncDir(s.dir("staging")))
+	return errors.Join(durable.SyncDir(s.dir("volumes")), durable.SyncDir(s.dir("staging")))
 }
 
 // load reads a volume's record.
@@ -429,7 +430,7 @@ func (s *Store) discard(uid string) (string, error) {
 		return "", errors.Join(err, os.Remove(gone))
 	}
 	fault.At("volume.trash.after")
-	return gone, errors.Join(syncDir(s.dir("volumes")), syncDir(s.dir("trash")))
+	return gone, errors.Join(durable.SyncDir(s.dir("volumes")), durable.SyncDir(s.dir("trash")))
 }
 
 func inUse(uid string, held []Holder, copying int) error {

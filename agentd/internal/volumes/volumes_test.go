@@ -21,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
@@ -433,7 +434,7 @@ func TestCrashPoints(t *testing.T) {
 	_, err := s.discard("deleted")
 	must(t, err)
 	// In Attach, before the rename.
-	must(t, os.WriteFile(filepath.Join(s.attachments("kept"), unfinished+"1"), nil, 0o600))
+	must(t, os.WriteFile(filepath.Join(s.attachments("kept"), durable.Unfinished+"1"), nil, 0o600))
 	// Someone removed a record.
 	_, err = s.Create(ctx, "broken", Options{})
 	must(t, err)
