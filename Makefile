@@ -61,7 +61,9 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
-.PHONY: test race crash-matrix lint gen gen-check
+.PHONY: test race crash-matrix soak lint gen gen-check
+SOAK ?= 10m
+SOAKFLAGS ?=
 test: tools images build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
@@ -72,6 +74,8 @@ race: tools ## the race detector, on the packages that are concurrent and need n
 	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
 crash-matrix: tools images ## kill the daemons at every fault point, and a thousand interleavings
 	@CRASH_ALL=1 CRASH_STEPS=1000 go test -v -count=1 -timeout 60m $(TESTFLAGS) ./test/crash
+soak: tools images build bundle ## thirty sandboxes, everything at random, daemons killed, for SOAK (10m)
+	@bin/soak --duration $(SOAK) $(SOAKFLAGS)
 lint: tools-dev ## golangci-lint
 	@"$$(scripts/tools.sh --bin)/golangci-lint" run --allow-parallel-runners ./...
 gen: tools-dev ## generate code and OpenAPI from the protos
