@@ -61,7 +61,8 @@ func (c *Commands) Close() {
 }
 
 // Do admits the command and gives its result: a kept one, that of the same command that is going on,
-// or run's. run goes on when ctx is cancelled, within ctx's deadline, and its result is kept.
+// or run's. run goes on when ctx is cancelled, within ctx's deadline, and its result is kept; what was not begun by
+// then is not begun.
 func (c *Commands) Do(ctx context.Context, cmd Command, run func(ctx context.Context) ([]byte, error)) ([]byte, error) {
 	if cmd.ID == "" || len(cmd.ID) > 256 {
 		return nil, errs.New(errs.InvalidField, "a command needs an id of 1 to 256 bytes").With("field", "command.command_id")
@@ -132,7 +133,7 @@ func (c *Commands) join(ctx context.Context, cmd Command, run func(ctx context.C
 	c.wg.Add(1)
 	go func() {
 		defer c.wg.Done()
-		work, cancel := budget(ctx, c.ctx)
+		work, cancel := budget(context.WithValue(ctx, callerKey{}, ctx), c.ctx)
 		defer cancel()
 		f.result, f.err = c.runOnce(work, cmd, run)
 		c.mu.Lock()
@@ -151,6 +152,9 @@ func (c *Commands) runOnce(ctx context.Context, cmd Command, run func(ctx contex
 	if ok {
 		return replay(kept)
 	}
+	if err := left(ctx); err != nil {
+		return nil, err
+	}
 	result, err := run(ctx)
 	if err != nil && !final(err) {
 		return nil, err
@@ -168,6 +172,19 @@ func (c *Commands) runOnce(ctx context.Context, cmd Command, run func(ctx contex
 	}
 	fault.At("command.keep.after")
 	return replay(keep)
+}
+
+type callerKey struct{}
+
+// left is an error once nobody waits for what the command is to give. It is asked where something begins: who gave
+// a start up may have deleted the sandbox already, and a start that was held up must not come after that. A call is
+// seen to be given up before any later call of its connection is served.
+func left(ctx context.Context) error {
+	caller, ok := ctx.Value(callerKey{}).(context.Context)
+	if !ok || caller.Err() == nil {
+		return nil
+	}
+	return errs.From(caller.Err()).WithOutcome(errs.NotStarted, errs.SameOperation)
 }
 
 func final(err error) bool {

@@ -64,3 +64,33 @@ func TestCommandsRunOnce(t *testing.T) {
 		t.Fatalf("%q %v", got, err)
 	}
 }
+
+// A start that was held up on its way in, and that its caller gave up and deleted meanwhile, begins nothing.
+func TestWhatNobodyWaitsForDoesNotBegin(t *testing.T) {
+	a := newWorld(t).boot()
+	caller, leave := context.WithCancel(ctx(t))
+	c := NewCommands(a.store, func() fence.Epoch { leave(); return 7 })
+	defer c.Close()
+	_, err := c.Do(caller, Command{Coordinator: 3, Session: 7, ID: "x", Kind: "k"}, func(context.Context) ([]byte, error) {
+		t.Error("it ran")
+		return nil, nil
+	})
+	wantReason(t, err, errs.CallCancelled)
+	c.Close()
+
+	// The caller leaves between that look and the sandbox's own goroutine.
+	req := startRequest()
+	must(t, a.Delete(ctx(t), req.UID))
+	_, err = a.Start(context.WithValue(ctx(t), callerKey{}, caller), req)
+	wantReason(t, err, errs.CallCancelled)
+	if e := errs.From(err); e.Outcome != errs.NotStarted {
+		t.Errorf("the outcome is %s", e.Outcome)
+	}
+	a.wantGone(req.UID)
+	// What was made is given to whoever asks, whether he waits or not.
+	_, err = a.Start(ctx(t), req)
+	must(t, err)
+	_, err = a.Start(context.WithValue(ctx(t), callerKey{}, caller), req)
+	must(t, err)
+	must(t, a.Delete(ctx(t), req.UID))
+}

@@ -43,7 +43,7 @@ type RestoreRequest struct {
 func (n *Node) Start(ctx context.Context, req StartRequest) (nodestate.Sandbox, error) {
 	var rec nodestate.Sandbox
 	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
-		if done, err := o.madeBefore(req.CommandID); done || err != nil {
+		if done, err := o.madeBefore(ctx, req.CommandID); done || err != nil {
 			rec = o.rec
 			return err
 		}
@@ -65,7 +65,7 @@ func (n *Node) Start(ctx context.Context, req StartRequest) (nodestate.Sandbox, 
 func (n *Node) Restore(ctx context.Context, req RestoreRequest) (nodestate.Sandbox, error) {
 	var rec nodestate.Sandbox
 	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
-		if done, err := o.madeBefore(req.CommandID); done || err != nil {
+		if done, err := o.madeBefore(ctx, req.CommandID); done || err != nil {
 			rec = o.rec
 			return err
 		}
@@ -145,11 +145,12 @@ func hostname(asked, name, uid string) string {
 	return uid[max(0, len(uid)-12):]
 }
 
-// madeBefore tells whether the same command made the sandbox already. An error when another did.
-func (o *owner) madeBefore(commandID string) (bool, error) {
+// madeBefore tells whether the same command made the sandbox already. An error when another did, or when nobody
+// waits for it any more.
+func (o *owner) madeBefore(ctx context.Context, commandID string) (bool, error) {
 	switch {
 	case !o.exists:
-		return false, nil
+		return false, left(ctx)
 	case o.rec.Intent == nodestate.IntentKeep && o.rec.CommandID == commandID:
 		return true, nil
 	}
