@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"net/http"
 	"os"
@@ -12,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
@@ -20,7 +22,6 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
-	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/rest"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/wire"
@@ -35,10 +36,6 @@ const (
 	maxConnStreams = 4096
 	maxHeaders     = 64 << 10
 )
-
-// What a stream of the public API may hold here before it was read: with the node's side of it
-// (nodeclient.StreamWindow) less than 2 MiB.
-const streamWindow = 1 << 20
 
 // listen opens all listeners, for which it has ctx, and serves them. life is that of what they do in the background.
 func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Authenticator) error {
@@ -114,16 +111,24 @@ func (s *sessionStream) RecvMsg(m any) error { return s.raw.RecvMsg(m) }
 func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, admission *auth.Admission, opts ...grpc.ServerOption) *grpc.Server {
 	opts = append(around.Options(), append(opts,
 		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary()), grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream()),
-		grpc.MaxRecvMsgSize(api.MaxMessage), grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(nodeclient.ConnWindow), alive(), lenient())...)
+		grpc.MaxRecvMsgSize(api.MaxMessage), alive(), lenient())...)
 	srv := grpc.NewServer(opts...)
 	services.Register(srv)
 	healthv1.RegisterHealthServer(srv, a.grpcLife)
 	return srv
 }
 
-// alive finds peers that vanished without closing their connection.
+// A peer that vanished without closing its connection is found by TCP: after vanished without an answer when
+// something was sent to it, and a probe is sent once it is silent for quiet.
+const (
+	quiet    = 30 * time.Second
+	vanished = 15 * time.Second
+)
+
+// alive turns off what gRPC has for that: it reads the wall clock, and where that is set back it takes every
+// peer for dead.
 func alive() grpc.ServerOption {
-	return grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second})
+	return grpc.KeepaliveParams(keepalive.ServerParameters{Time: math.MaxInt64})
 }
 
 // lenient lets clients do the same.
@@ -226,13 +231,23 @@ func bind(ctx context.Context, address string) (net.Listener, error) {
 	}
 }
 
+// hasty has the connections of a listener end when what was sent is not acknowledged for too long.
+func hasty(_, _ string, conn syscall.RawConn) error {
+	var failed error
+	err := conn.Control(func(fd uintptr) {
+		failed = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(vanished.Milliseconds()))
+	})
+	return errors.Join(err, failed)
+}
+
 // bindNow tries once. A unix socket is for its owner only; one that a dead process left is replaced.
 func bindNow(ctx context.Context, address string) (net.Listener, error) {
-	var config net.ListenConfig
 	path, ok := strings.CutPrefix(address, "unix:")
 	if !ok {
-		return config.Listen(ctx, "tcp", address)
+		tcp := net.ListenConfig{Control: hasty, KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: quiet, Interval: vanished / 3, Count: 3}}
+		return tcp.Listen(ctx, "tcp", address)
 	}
+	var config net.ListenConfig
 	dialer := net.Dialer{Timeout: time.Second}
 	if conn, err := dialer.DialContext(ctx, "unix", path); err == nil {
 		_ = conn.Close() // it only was a question

@@ -135,7 +135,8 @@ type Commit struct {
 	Tenant string // of the receipt
 	Digest string // of the request; the same ID with another one is OPERATION_BODY_MISMATCH
 	// Minted is when the ID was made. An ID without a receipt that is older than the receipts' life is
-	// OPERATION_EXPIRED: it may have been applied. Zero is not checked.
+	// OPERATION_EXPIRED: it may have been applied. The receipt of one made in the future, by up to MaxAhead, lives
+	// until the ID is that old. Zero is not checked.
 	Minted time.Time
 	// Transient receipts live for TransientLife only. The commit queue uses them to settle commits
 	// that are not a client's operation.

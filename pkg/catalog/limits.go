@@ -32,6 +32,9 @@ const (
 	MaxCounter = 1<<53 - 1
 	// VoidLife is how long a voided attempt stays void.
 	VoidLife = 24 * time.Hour
+	// MaxAhead is how far in the future an operation's id may have been made, by a clock that is ahead of the
+	// store's or because the store's was set back. Its receipt lives that much longer.
+	MaxAhead = 2 * time.Hour
 	// TransientLife is how long the receipt of a transient commit lives.
 	TransientLife = 10 * time.Minute
 )

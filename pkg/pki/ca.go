@@ -23,7 +23,7 @@ import (
 const (
 	CAValidity   = 10 * 365 * 24 * time.Hour
 	CertValidity = 365 * 24 * time.Hour
-	backdate     = 5 * time.Minute // for clocks that lag
+	backdate     = 24 * time.Hour // for clocks that lag, or are set back
 )
 
 // CA signs certificates.

@@ -1,10 +1,16 @@
 // Package uid makes and checks the identifiers of objects and operations: UUIDv7, in lower case,
 // 36 characters. They sort by time of creation, are never reused, and have one length, so that no
 // sandbox id is a prefix of another.
+//
+// The order is that of one process, and across processes that of their clocks. Where a clock was set back
+// by more than a little, the ids follow it: they sort before the ones made shortly before, and differ from
+// them by their 62 random bits. An id that went on from where the clock was would be of the future.
 package uid
 
 import (
+	"encoding/binary"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -13,8 +19,41 @@ import (
 // Len is the length of every uid.
 const Len = 36
 
+// slew is how far behind the last uid the clock may be while uids go on from that one: so much it is set
+// back in the ordinary course of things.
+const slew = 10 * time.Second
+
+// maker makes the uids of one process.
+type maker struct {
+	mu   sync.Mutex
+	last int64 // what tick gave last
+	now  func() time.Time
+}
+
+var process = maker{now: time.Now}
+
 // New makes a uid. It panics only if the system has no randomness.
-func New() string { return uuid.Must(uuid.NewV7()).String() }
+func New() string { return process.next() }
+
+func (m *maker) next() string {
+	u := uuid.New() // version 4: all of it random, and the variant set
+	t := m.tick()
+	binary.BigEndian.PutUint64(u[:8], uint64(t>>12)<<16|7<<12|uint64(t&0xfff))
+	return u.String()
+}
+
+// tick gives the time in 4096ths of a millisecond, later than the one before unless the clock was set back.
+func (m *maker) tick() int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	now := m.now()
+	t := now.UnixMilli()<<12 | int64(now.Nanosecond()%1_000_000)<<12/1_000_000
+	if t <= m.last && m.last-t < slew.Milliseconds()<<12 {
+		t = m.last + 1
+	}
+	m.last = t
+	return t
+}
 
 // Check tells why s is not a uid, or nil.
 func Check(s string) error {

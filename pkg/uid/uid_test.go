@@ -36,3 +36,33 @@ func TestRefused(t *testing.T) {
 		}
 	}
 }
+
+// A clock that is set back a little makes no uid out of order; one that is set back by an hour is followed,
+// or the uids were of the future, which no coordinator takes.
+func TestClockSetBack(t *testing.T) {
+	clock := time.Now()
+	m := maker{now: func() time.Time { return clock }}
+	first := m.next()
+	clock = clock.Add(-time.Second)
+	if u := m.next(); u <= first {
+		t.Errorf("%s came after %s", u, first)
+	}
+	clock = clock.Add(-time.Hour)
+	made := map[string]bool{}
+	last := ""
+	for range 5000 { // more than the ticks of a millisecond
+		u := m.next()
+		at, err := Time(u)
+		if ahead := at.Sub(clock); err != nil || ahead < -time.Millisecond || ahead > time.Second {
+			t.Fatalf("%s is of %s after the clock (%v)", u, ahead, err)
+		}
+		if made[u] || u <= last {
+			t.Fatalf("%s came after %s", u, last)
+		}
+		made[u], last = true, u
+	}
+	clock = clock.Add(2 * time.Hour)
+	if at, err := Time(m.next()); err != nil || !at.Equal(clock.Truncate(time.Millisecond)) {
+		t.Errorf("set forward, the time is %v, not %v (%v)", at, clock, err)
+	}
+}

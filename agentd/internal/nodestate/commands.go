@@ -52,7 +52,12 @@ func (s *Store) PutCommand(cmd Command) error {
 		if err := put(b, cmd.ID, cmd); err != nil {
 			return err
 		}
-		if err := byTime.Put(timeKey(cmd.Done, cmd.ID), nil); err != nil {
+		// In the order in which they were kept, also where the clock was set back: else the newest would go first.
+		at := uint64(cmd.Done.UnixNano())
+		if last, _ := byTime.Cursor().Last(); len(last) > 8 {
+			at = max(at, binary.BigEndian.Uint64(last)+1)
+		}
+		if err := byTime.Put(timeKey(at, cmd.ID), nil); err != nil {
 			return err
 		}
 		// The sequence counts what was put and dropped, so that nothing has to be counted by walking.
@@ -71,6 +76,6 @@ func (s *Store) PutCommand(cmd Command) error {
 	})
 }
 
-func timeKey(t time.Time, id string) []byte {
-	return append(binary.BigEndian.AppendUint64(nil, uint64(t.UnixNano())), id...)
+func timeKey(at uint64, id string) []byte {
+	return append(binary.BigEndian.AppendUint64(nil, at), id...)
 }

@@ -171,6 +171,23 @@ func TestCommandsAreKeptAndBounded(t *testing.T) {
 	wantReason(t, err, errs.OperationBodyMismatch)
 }
 
+// A clock that was set back does not make the newest result the first to go: the same command would run again.
+func TestCommandsAreKeptInOrderAcrossAStepOfTheClock(t *testing.T) {
+	clock := time.Unix(1_000_000, 0)
+	s := open(t, filepath.Join(t.TempDir(), "s.db"), Options{Commands: 3, Now: func() time.Time { return clock }})
+	for i, step := range []time.Duration{0, time.Second, time.Second, -time.Hour, 0, 2 * time.Hour, -time.Hour} {
+		clock = clock.Add(step)
+		if err := s.PutCommand(Command{ID: fmt.Sprint("c", 9-i), Kind: "k", Digest: "d"}); err != nil {
+			t.Fatal(err)
+		}
+		for j := range i + 1 {
+			if _, ok, err := s.Command(fmt.Sprint("c", 9-j), "k", "d"); err != nil || ok != (j > i-3) {
+				t.Fatalf("after %d commands: command %d is there: %v (%v)", i+1, j+1, ok, err)
+			}
+		}
+	}
+}
+
 func TestSecondAgentdIsKeptOut(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s.db")
 	open(t, path, Options{})

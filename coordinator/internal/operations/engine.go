@@ -214,7 +214,7 @@ func (e *Engine) drive(t *task) {
 		log.Warn("operation will be tried again", "error", err, "after", delay)
 		delay = e.pause(e.ctx, delay)
 	}
-	took := e.cfg.Now().Sub(t.op.Created)
+	took := max(e.cfg.Now().Sub(t.op.Created), 0) // a clock that was set back took no time
 	var reason errs.Reason
 	if t.op.Error != nil {
 		reason = t.op.Error.Reason
@@ -261,7 +261,7 @@ func (e *Engine) pauseOr(ctx context.Context, delay time.Duration, news <-chan s
 	return min(delay*2, e.cfg.RetryMax)
 }
 
-// now is the time without the parts that a record does not keep.
+// now is the time without the parts that a record does not keep. How long something takes is not measured with it.
 func (e *Engine) now() time.Time { return e.cfg.Now().UTC().Round(0) }
 
 func (e *Engine) owner() fence.Owner { return fence.Owner{Coordinator: e.cfg.Epoch} }

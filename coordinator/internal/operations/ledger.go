@@ -87,7 +87,7 @@ func (e *Engine) decide(uid string, r placement.Request) (string, error) {
 }
 
 // place decides, and waits for nodes that may come back while that is not too long ago. since is
-// when the waiting began for the caller; waiting, if given, is told once of what is waited for.
+// when the waiting began for the caller, by cfg.Now, whose monotonic part a step of the clock does not touch; waiting, if given, is told once of what is waited for.
 func (e *Engine) place(ctx context.Context, uid string, r placement.Request, since time.Time, waiting func(why string) error) (string, error) {
 	delay := e.cfg.RetryMin
 	for {
@@ -101,7 +101,7 @@ func (e *Engine) place(ctx context.Context, uid string, r placement.Request, sin
 			return "", finally(err)
 		}
 		wait := nofit.Transient || len(nofit.Why) == 0
-		if !wait || e.now().Sub(since) > e.cfg.PlacementWait {
+		if !wait || e.cfg.Now().Sub(since) > e.cfg.PlacementWait {
 			return "", finally(nofit.Envelope())
 		}
 		if waiting != nil {

@@ -22,7 +22,7 @@ func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Ope
 		return err
 	}
 	defer leave()
-	began := e.now()
+	began := e.cfg.Now()
 	for {
 		sb, err := e.sandbox(ctx, e.cfg.Catalog, t.op.Tenant, uid)
 		if errs.Has(err, errs.ObjectNotFound) {

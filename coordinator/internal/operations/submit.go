@@ -24,9 +24,6 @@ type writes struct {
 	complete bool
 }
 
-// maxSkew is how far in the future the time in an operation id may be.
-const maxSkew = time.Hour
-
 // submit accepts the request, or joins the operation that was accepted under its id, and waits for its end.
 func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
 	op, err := e.accept(ctx, c, kind, request, secrets, d)
@@ -52,8 +49,8 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 	if err != nil {
 		return nil, errs.New(errs.InvalidField, "operation_id: %v", err).With("field", "operation_id")
 	}
-	if minted.After(e.now().Add(maxSkew)) {
-		return nil, errs.New(errs.InvalidField, "operation_id: its time is in the future; make ids of the present time").With("field", "operation_id")
+	if minted.After(e.now().Add(catalog.MaxAhead)) {
+		return nil, errs.New(errs.InvalidField, "operation_id: its time is more than %s in the future; make ids of the present time, and compare the clocks of client and coordinator", catalog.MaxAhead).With("field", "operation_id")
 	}
 	sum, body, err := digest(kind, request)
 	if err != nil {

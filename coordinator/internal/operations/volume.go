@@ -112,7 +112,7 @@ func (e *Engine) driveVolume(ctx context.Context, t *task) error {
 
 // makeVolume brings a Creating volume to Ready.
 func (e *Engine) makeVolume(ctx context.Context, t *task, u string, fin func(*Operation, *records.Volume) (catalog.Put, error)) error {
-	began := e.now()
+	began := e.cfg.Now()
 	for {
 		rec, err := e.cfg.Catalog.Get(ctx, records.VolumeKey(t.op.Tenant, u))
 		if errs.Has(err, errs.ObjectNotFound) {

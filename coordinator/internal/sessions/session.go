@@ -39,7 +39,7 @@ type session struct {
 	term    *term
 	ctx     context.Context //nolint:containedctx // the session's life
 	cancel  context.CancelCauseFunc
-	beat    atomic.Int64 // the last, in Unix nanoseconds
+	beat    atomic.Pointer[time.Time] // the last; its monotonic part counts, so that a step of the clock is no silence
 	log     *slog.Logger
 
 	sendMu sync.Mutex // gRPC wants one sender at a time
@@ -128,7 +128,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 	s := &session{node: h.GetNode(), address: h.GetAddress(), epoch: epoch, term: t, stream: stream,
 		log: r.cfg.Log.With("node", h.GetNode(), "session", uint64(epoch), "epoch", uint64(t.epoch))}
 	s.ctx, s.cancel = context.WithCancelCause(t.ctx)
-	s.beat.Store(time.Now().UnixNano())
+	s.alive()
 	if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_Welcome{Welcome: &nodev1.Welcome{
 		SessionEpoch: uint64(epoch), CoordinatorEpoch: uint64(t.epoch), HeartbeatInterval: durationpb.New(r.cfg.Heartbeat)}}}); err != nil {
 		s.cancel(err)
@@ -230,7 +230,7 @@ func (r *Registry) watch(s *session) {
 			return
 		case <-ticker.C:
 		}
-		if silent := time.Since(time.Unix(0, s.beat.Load())); silent > limit {
+		if silent := time.Since(*s.beat.Load()); silent > limit {
 			s.cancel(errs.New(errs.NodeAway, "node %s was silent for %s; dial again", s.node, silent.Round(time.Millisecond)).With("node", s.node))
 			return
 		}
@@ -250,7 +250,7 @@ func (r *Registry) receive(s *session) error {
 		if err != nil {
 			return err
 		}
-		s.beat.Store(time.Now().UnixNano())
+		s.alive()
 		switch m := msg.GetMessage().(type) {
 		case *nodev1.SessionRequest_Heartbeat:
 			r.heartbeat(s, m.Heartbeat)
@@ -266,6 +266,12 @@ func (r *Registry) receive(s *session) error {
 			return errs.New(errs.InvalidField, "after the hello come heartbeats and reports").With("field", "message")
 		}
 	}
+}
+
+// alive notes that the node was heard.
+func (s *session) alive() {
+	now := time.Now()
+	s.beat.Store(&now)
 }
 
 func (r *Registry) heartbeat(s *session, h *nodev1.Heartbeat) {

@@ -281,6 +281,29 @@ func testOldOperation(t *testing.T, f *Fixture) {
 	}
 }
 
+// testFutureOperation: the receipt of an id that was made by a clock ahead of the store's lives until the id is too
+// old to run again, and one of any future is kept no longer than MaxAhead more.
+func testFutureOperation(t *testing.T, f *Fixture) {
+	c := catalog.Commit{ID: "ahead", Tenant: "acme", Minted: time.Now().Add(time.Hour), Puts: []catalog.Put{Create(Sandbox("s"))}}
+	if r := f.One(c); r.Err != nil {
+		t.Fatal(r.Err)
+	}
+	far := catalog.Commit{ID: "far", Tenant: "acme", Minted: time.Now().AddDate(200, 0, 0), Puts: []catalog.Put{Create(Sandbox("t"))}}
+	if r := f.One(far); r.Err != nil {
+		t.Fatal(r.Err)
+	}
+	if r := f.One(catalog.Commit{ID: "now", Tenant: "acme", Minted: time.Now()}); r.Err != nil {
+		t.Fatal(r.Err)
+	}
+	Eventually(t, "the receipt of the present expires", func() bool {
+		_, found, err := f.Receipt(f.Ctx, "acme", "now")
+		return err == nil && !found
+	})
+	if r := f.One(c); r.Err != nil || !r.Replayed {
+		t.Errorf("an id of the future, asked again after the receipts' life: %+v", r)
+	}
+}
+
 func testReceiptsExpire(t *testing.T, f *Fixture) {
 	if r := f.One(catalog.Commit{ID: "op", Tenant: "acme"}); r.Err != nil {
 		t.Fatal(r.Err)

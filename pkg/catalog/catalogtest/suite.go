@@ -63,6 +63,9 @@ func Run(t *testing.T, open Factory) {
 			c.test(t, NewFixture(t, open(t, r)))
 		})
 	}
+	t.Run("FutureOperation", func(t *testing.T) {
+		testFutureOperation(t, NewFixture(t, open(t, catalog.Retention{Receipts: 100 * time.Millisecond})))
+	})
 	t.Run("ReceiptsExpire", func(t *testing.T) {
 		testReceiptsExpire(t, NewFixture(t, open(t, catalog.Retention{Receipts: 100 * time.Millisecond})))
 	})

@@ -270,6 +270,9 @@ func (s *Store) write(c *catalog.Commit) catalog.Result {
 		if c.Transient {
 			life = min(life, catalog.TransientLife)
 		}
+		if !c.Minted.IsZero() {
+			life += min(max(c.Minted.Sub(now), 0), catalog.MaxAhead)
+		}
 		s.receipts[receiptKey{c.Tenant, c.ID}] = heldReceipt{expires: now.Add(life), Receipt: catalog.Receipt{
 			Tenant: c.Tenant, ID: c.ID, Digest: c.Digest, Seq: s.seq, Revisions: maps.Clone(revisions), Result: slices.Clone(c.Result), At: now,
 		}}

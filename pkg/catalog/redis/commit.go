@@ -48,8 +48,8 @@ func lostReply(cause error) error {
 
 // encodeBatch makes the arguments of commit.lua: a flat list of strings, each list in it after its length.
 func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
-	args := make([]any, 0, 4+32*len(sent))
-	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, len(sent))
+	args := make([]any, 0, 5+32*len(sent))
+	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, catalog.MaxAhead.Milliseconds(), len(sent))
 	for _, i := range sent {
 		c := &batch[i]
 		var minted int64

@@ -5,7 +5,7 @@
 -- The format of ARGV is that of encodeBatch; the layout of the keys is in keys.go.
 local call, fmt = redis.call, string.format
 local P, tomb_ms, maxlen = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local count, pos = tonumber(ARGV[4]), 4
+local ahead_ms, count, pos = tonumber(ARGV[4]), tonumber(ARGV[5]), 5
 
 local function take()
   pos = pos + 1
@@ -276,7 +276,9 @@ local function apply(c)
   call('XADD', P .. 'log', 'MAXLEN', '~', maxlen, seq .. '-0', 'e', c.epoch, 'i', table.concat(items))
   local all = table.concat(revisions, ';')
   if c.id ~= '' then
-    call('SET', receipt, c.digest .. '\n' .. seq .. '\n' .. now_s .. '\n' .. all .. '\n' .. c.result, 'PX', c.life)
+    -- An id of the future, by whose clock ever, is too old that much later.
+    local ahead = math.min(math.max(c.minted - now, 0), ahead_ms)
+    call('SET', receipt, c.digest .. '\n' .. seq .. '\n' .. now_s .. '\n' .. all .. '\n' .. c.result, 'PX', whole(tonumber(c.life) + ahead))
   end
   return { '', seq, all }
 end

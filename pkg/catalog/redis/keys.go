@@ -29,7 +29,7 @@ import (
 //	tx               zset    KEYs with a tombstone by the time they expire
 //	seq              string  the global sequence
 //	log              stream  the change log; ids are SEQ-0; e epoch, i items: lines "p KEY revision phase node" (d: deleted)
-//	leader           hash    e the epoch in force, h its holder
+//	leader           hash    e the epoch in force, h its holder, t the life of its lease in ms
 //	lease            string  its holder, while the lease lives
 //	sessions         hash    node -> session epoch
 //	incarnation      string  made once
