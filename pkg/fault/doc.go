@@ -9,7 +9,11 @@
 //
 //	start.runtime.after      the process kills itself the next time it gets there
 //	commit.send.after#3      the third time
+//	start.runtime.after!     the goroutine that gets there stays there; the process lives
 //
 // The line is removed durably before the kill. So what follows it meets the next process, and a process that
 // finds no file goes on as if there were no points.
+//
+// A goroutine that stays makes a file beside, with ".held" at its end, that holds the point's name, and goes on
+// once that file is gone. The others pass their points meanwhile.
 package fault

@@ -97,13 +97,10 @@ func (s *Server) Stream() grpc.StreamServerInterceptor {
 	}
 }
 
-// serverStream carries the call's context and remembers the operation of the first message. Later messages
-// leave it alone: they may be received by another goroutine than the handler's, even while the
-// call ends.
+// serverStream carries the call's context and remembers the operation of the first message.
 type serverStream struct {
 	grpc.ServerStream
 	ctx         context.Context //nolint:containedctx // the interface of gRPC asks for it
-	begun       bool
 	operationID string
 }
 
@@ -111,8 +108,8 @@ func (w *serverStream) Context() context.Context { return w.ctx }
 
 func (w *serverStream) RecvMsg(m any) error {
 	err := w.ServerStream.RecvMsg(m)
-	if !w.begun {
-		w.begun, w.operationID = true, operationID(m)
+	if err == nil && w.operationID == "" {
+		w.operationID = operationID(m)
 	}
 	return err
 }

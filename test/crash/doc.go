@@ -6,6 +6,9 @@
 //   - the doctor of the node finds nothing, and once the operation's objects are deleted the node has
 //     exactly what it had before.
 //
-// go test runs a sample of the matrix. CRASH_ALL=1 (make crash-matrix) runs all of it, CRASH_SEED=n another
-// sample or another interleaving of races_test.go, CRASH_POINT=regexp the points that match.
+// A deletion is also made to meet each step of a start, a restore and a checkpoint: the daemon stands still at the
+// point until the deletion was accepted.
+//
+// go test runs a sample of the matrix. CRASH_ALL=1 (make crash-matrix) runs all of it, CRASH_SHARD=k/n one part of
+// n, CRASH_SEED=n another sample or another interleaving of races_test.go, CRASH_POINT=regexp the points that match.
 package crash

@@ -4,12 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -31,7 +28,7 @@ type row struct {
 	boot bool
 }
 
-func (r row) String() string { return r.name + "/" + strings.Join(r.points, "+") }
+func (r row) String() string { return r.daemon + "/" + r.name + "/" + strings.Join(r.points, "+") }
 
 const agentd, coordinator = "agentd1", "coordinator"
 
@@ -118,42 +115,11 @@ func nothing(*world) operation {
 	return operation{run: func(context.Context) error { return nil }, check: func() {}, clean: func() {}}
 }
 
-// seed is that of the environment, or today's.
-func seed(t *testing.T) uint64 {
-	t.Helper()
-	n := uint64(time.Now().Unix() / (24 * 3600))
-	if s := os.Getenv("CRASH_SEED"); s != "" {
-		var err error
-		if n, err = strconv.ParseUint(s, 10, 64); err != nil {
-			t.Fatalf("CRASH_SEED: %v", err)
-		}
-	}
-	t.Logf("CRASH_SEED=%d", n)
-	return n
-}
-
-const sample = 12
-
-func chosen(t *testing.T) []row {
-	t.Helper()
-	all := matrix()
-	switch point := os.Getenv("CRASH_POINT"); {
-	case point != "":
-		want := regexp.MustCompile(point)
-		return slices.DeleteFunc(all, func(r row) bool { return !want.MatchString(r.daemon + "/" + r.String()) })
-	case os.Getenv("CRASH_ALL") != "":
-		return all
-	}
-	r := rand.New(rand.NewPCG(seed(t), 0)) //nolint:gosec // it is to be repeated, not to be secret
-	r.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
-	return all[:sample]
-}
-
 // TestF10CrashMatrix kills a daemon at each point.
 func TestF10CrashMatrix(t *testing.T) {
 	w := enter(t)
-	for _, r := range chosen(t) {
-		t.Run(r.daemon+"/"+r.String(), func(t *testing.T) {
+	for _, r := range chosen(t, matrix(), 12) {
+		t.Run(r.String(), func(t *testing.T) {
 			s := w.sub(t)
 			began := time.Now()
 			defer func() {

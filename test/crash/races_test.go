@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -136,63 +135,6 @@ func TestTwoOfEverythingAtOnce(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := w.sub(t)
 			test(s)
-			s.lives()
-			s.ok(s.deleteAll(s.ctx, keep))
-			s.settled()
-			w.asked = s.asked
-		})
-	}
-}
-
-// TestDeleteAgainstEachStep deletes a sandbox while it is made, restored or captured, a little later each time.
-func TestDeleteAgainstEachStep(t *testing.T) {
-	w := enter(t)
-	keep := map[string]bool{w.survivor.UID: true, w.snapshot.UID: true, w.volume.UID: true, w.loose.UID: true}
-	clone := []*dormousev1.VolumeBinding{{Path: "/data0", Policy: dormousev1.VolumePolicy_VOLUME_POLICY_CLONE}}
-	const steps, apart = 8, 25 * time.Millisecond
-	for name, begin := range map[string]func(w *world, name string) error{
-		"create": func(w *world, name string) error {
-			_, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Name: name, Spec: w.spec()})
-			return err
-		},
-		"restore": func(w *world, name string) error {
-			_, err := w.snapshot.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{Name: name, Volumes: clone})
-			return err
-		},
-		"checkpoint": func(w *world, name string) error {
-			s, err := w.api.FindSandbox(w.ctx, name)
-			if err == nil {
-				_, err = s.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
-			}
-			return err
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			s := w.sub(t)
-			for i := range steps {
-				id := fmt.Sprintf("%s-%d", name, i)
-				if name == "checkpoint" {
-					_, err := s.api.CreateSandbox(s.ctx, &dormousev1.CreateSandboxRequest{Name: id, Spec: s.spec()})
-					s.ok(err)
-				}
-				done := make(chan error, 1)
-				go func() { done <- begin(s, id) }()
-				var victim *client.Sandbox
-				s.await("there is a sandbox to delete", func() (err error) {
-					victim, err = s.api.FindSandbox(s.ctx, id)
-					return err
-				})
-				later, cancel := context.WithTimeout(s.ctx, time.Duration(i)*apart)
-				<-later.Done()
-				cancel()
-				s.ok(gone(victim.Delete(s.ctx, "")))
-				if err := <-done; err != nil && !slices.Contains(passing, errs.ReasonOf(err)) {
-					t.Errorf("%s, deleted after %d ms, says %v", name, i*int(apart.Milliseconds()), err)
-				}
-				if err := victim.Refresh(s.ctx); !errs.Has(err, errs.ObjectNotFound) {
-					t.Errorf("%s, deleted after %d ms, is there: %v (%v)", name, i*int(apart.Milliseconds()), victim.Last, err)
-				}
-			}
 			s.lives()
 			s.ok(s.deleteAll(s.ctx, keep))
 			s.settled()
