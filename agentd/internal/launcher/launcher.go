@@ -11,6 +11,8 @@
 //     (os.File and exec.Cmd switch descriptions to blocking, which hangs a later checkpoint);
 //   - with an environment that holds no more than a PATH.
 //
+// A command in a group that is run to its end (Run) has the kernel's lock on groups kept warm for it (pace.go).
+//
 // There is no helper process. The command is forked from an OS thread that entered the namespace and
 // that ends with the launch; the group is entered by the fork itself.
 //
@@ -182,6 +184,9 @@ func (l *Launcher) Run(ctx context.Context, cmd Command) (Exit, error) {
 		return Exit{}, err
 	}
 	defer p.Close()
+	if cmd.Group != nil {
+		defer p.keepPace(cmd.Group)()
+	}
 	exit, err := p.Wait(ctx)
 	if err == nil || !errors.Is(err, ctx.Err()) {
 		return exit, err

@@ -260,3 +260,55 @@ func TestGroup(t *testing.T) {
 		t.Fatalf("groups: %s", said)
 	}
 }
+
+// folder is a group that only keeps what is written to it.
+type folder string
+
+func (f folder) OpenV2() (int, error) {
+	return unix.Open(string(f), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+}
+
+func (f folder) written(t *testing.T) string {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join(string(f), "cgroup.procs"))
+	must(t, err)
+	return string(data)
+}
+
+// The number of a process is written while it is its own, and not once it may be another's.
+func TestPaceIsKeptAsLongAsTheProcessIsThere(t *testing.T) {
+	l := newLauncher(t, Options{})
+	group := folder(t.TempDir())
+	must(t, os.WriteFile(filepath.Join(string(group), "cgroup.procs"), nil, 0o600))
+	cmd, _ := shell(t, "read line")
+	var in [2]int
+	must(t, unix.Pipe2(in[:], unix.O_CLOEXEC))
+	cmd.Files[0] = in[0]
+	p, err := l.Start(cmd)
+	must(t, err)
+	defer p.Close()
+	must(t, unix.Close(in[0]))
+	stop := p.keepPace(group)
+	for pid := strconv.Itoa(p.Pid()); strings.Count(group.written(t), pid) < 3; {
+		if t.Context().Err() != nil {
+			t.Fatal(group.written(t))
+		}
+	}
+	must(t, unix.Close(in[1])) // its end
+	_, err = p.Wait(t.Context())
+	must(t, err)
+	before := group.written(t)
+	fd, err := unix.Open(filepath.Join(string(group), "cgroup.procs"), unix.O_WRONLY|unix.O_APPEND|unix.O_CLOEXEC, 0)
+	must(t, err)
+	defer unix.Close(fd)
+	if p.rejoin(fd) {
+		t.Error("the number of a reaped process was used")
+	}
+	stop()
+	if after := group.written(t); after != before {
+		t.Errorf("written after the process was reaped: %q, then %q", before, after)
+	}
+	// Where there is no group to speak of, nothing runs.
+	p.keepPace(folder(filepath.Join(t.TempDir(), "missing")))()
+	p.keepPace(folder(t.TempDir()))()
+}

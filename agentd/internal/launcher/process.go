@@ -7,6 +7,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 	"unsafe"
 
@@ -36,6 +37,9 @@ func exitOf(ws unix.WaitStatus) Exit {
 type Process struct {
 	pid int
 	f   *os.File // the pidfd, in the poller: waiting costs a goroutine and no thread
+
+	mu     sync.Mutex
+	reaped bool // the number may be another process's
 }
 
 func newProcess(pid, pidfd int) (*Process, error) {
@@ -116,16 +120,8 @@ func (p *Process) poll(fd int) (Exit, bool) {
 	if n, err := unix.Poll(fds, 0); err != nil || n == 0 {
 		return Exit{}, false
 	}
-	var ws unix.WaitStatus
-	for {
-		got, err := unix.Wait4(p.pid, &ws, unix.WNOHANG, nil)
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		if err == nil && got == p.pid {
-			return exitOf(ws), true
-		}
-		break
+	if ws, ok := p.reap(); ok {
+		return exitOf(ws), true
 	}
 	// Another process's child: while it is a zombie its stat file tells, after that the pidfd does.
 	// The parent may reap it between the two looks, never the other way round.
@@ -136,6 +132,20 @@ func (p *Process) poll(fd int) (Exit, bool) {
 		return exitOf(unix.WaitStatus(status)), true
 	}
 	return Exit{}, true
+}
+
+// reap takes the status of a child that has ended; false for a process that is no child.
+func (p *Process) reap() (ws unix.WaitStatus, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for {
+		got, err := unix.Wait4(p.pid, &ws, unix.WNOHANG, nil)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		p.reaped = true // by this call, or by its own parent at any time
+		return ws, err == nil && got == p.pid
+	}
 }
 
 // zombieStatus reads the wait status of a process that has ended and was not reaped.
