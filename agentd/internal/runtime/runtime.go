@@ -23,7 +23,7 @@
 //   - The caller persists the Handle before it reports the sandbox as running.
 //   - Every method that names a sandbox takes its id, and acts on that id only: an id is never used twice.
 //   - Calls for different sandboxes may run at once. Calls for one sandbox are made one at a time by
-//     its owner, except State, Stats, Wait, List and Kill, which may run beside any other.
+//     its owner, except Exec, State, Stats, Wait, List and Kill, which may run beside any other.
 //   - Errors are of package errs. Methods return early with the context's error when it ends; what
 //     then holds is said at each method.
 package runtime
@@ -105,6 +105,14 @@ type Driver interface {
 	// then is the caller free to remove what the sandbox used. Every step runs even if one fails; after
 	// an error or the end of ctx, Delete may be called again, by any later driver.
 	Delete(ctx context.Context, id string) error
+
+	// Exec starts a program in a running sandbox, with the three pipes as its standard input, output and
+	// error, and returns once it runs. The caller may close its copies of them then, and when Exec failed.
+	// WRONG_PHASE for a sandbox that does not run, COMMAND_NOT_FOUND for a program that is not there. After
+	// another error, or the end of ctx, the program may run: closing the pipes has to be enough for it to end.
+	//
+	// A program started so goes on through Pause, Save and Resume. It is not in what a Restore starts.
+	Exec(ctx context.Context, id string, p Program) (Process, error)
 
 	// State tells how a sandbox is, without asking the sandbox. An unknown id is OBJECT_NOT_FOUND.
 	State(ctx context.Context, id string) (Status, error)
@@ -221,6 +229,30 @@ type Exit struct {
 	OOM bool
 	// At is when the driver saw it.
 	At time.Time
+}
+
+// Program is what Exec starts.
+type Program struct {
+	// Args are the program's arguments. Args[0] is its absolute path inside.
+	Args []string
+	Env  []string
+	// Capabilities are those that it has, as root ("CAP_CHOWN"). Nil is none.
+	Capabilities []string
+	// Stdio are raw descriptors of pipes, which become 0, 1 and 2. Each is an open file description of
+	// its own that nothing on the host uses, and blocks, which the program sees: pipes, never sockets
+	// or files, because a save reads what is readable and knows no sockets.
+	Stdio [3]int
+}
+
+// Process is a program that Exec started.
+type Process interface {
+	// Pid is its number inside.
+	Pid() int
+	// Wait returns its exit code, 128+n when signal n ended it, as often as it is asked. SANDBOX_FAILED
+	// when the sandbox ended or was restored first, SHUTTING_DOWN when the driver was closed.
+	Wait(ctx context.Context) (code int, err error)
+	// Kill sends it the signal. Nil when it has ended.
+	Kill(ctx context.Context, sig syscall.Signal) error
 }
 
 // Stats are a sandbox's counters: of everything in its cgroup, the runtime's own share included.

@@ -44,6 +44,7 @@ const (
 	OpKill    Op = "kill"
 	OpDelete  Op = "delete"
 	OpState   Op = "state"
+	OpExec    Op = "exec"
 	OpStats   Op = "stats"
 	OpList    Op = "list"
 )
@@ -65,6 +66,7 @@ type Host struct {
 	sandboxes map[string]*sandbox
 	nextPid   int
 	hook      Hook
+	programs  map[string]RunProgram
 }
 
 type sandbox struct {
@@ -75,6 +77,7 @@ type sandbox struct {
 	guest   Guest
 	exit    runtime.Exit
 	done    chan struct{}
+	execs   map[*process]bool
 }
 
 // NewHost makes an empty machine.
@@ -139,6 +142,9 @@ func (s *sandbox) end(exit runtime.Exit) {
 	}
 	exit.At = time.Now()
 	s.phase, s.exit, s.pid = runtime.Stopped, exit, 0
+	for p := range s.execs {
+		p.end(0, errs.New(errs.SandboxFailed, "the sandbox ended before its program did"))
+	}
 	close(s.done)
 }
 

@@ -3,6 +3,9 @@ package fake
 import (
 	"context"
 	"errors"
+	"io"
+	"os"
+	"strconv"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -19,6 +22,13 @@ func config(id string) runtime.Config {
 
 func TestConformance(t *testing.T) {
 	host := NewHost()
+	host.SetProgram("/bin/copy", func(_ context.Context, args []string, in, out, _ *os.File) int {
+		if _, err := io.Copy(out, in); err != nil {
+			return 1
+		}
+		code, _ := strconv.Atoi(args[1])
+		return code
+	})
 	runtimetest.Run(t, runtimetest.Harness{
 		Open:          func(*testing.T) runtime.Driver { return host.Open() },
 		Config:        func(_ *testing.T, id string) runtime.Config { return config(id) },
@@ -32,6 +42,9 @@ func TestConformance(t *testing.T) {
 		},
 		Exit: func(_ *testing.T, cfg runtime.Config, code int) {
 			host.Exit(cfg.ID, runtime.Exit{Known: true, Code: code})
+		},
+		Copy: func(code int) runtime.Program {
+			return runtime.Program{Args: []string{"/bin/copy", strconv.Itoa(code)}}
 		},
 		Leftovers: func(*testing.T) []string { return host.IDs() },
 	})

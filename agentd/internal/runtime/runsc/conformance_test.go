@@ -1,6 +1,8 @@
 package runsc
 
 import (
+	"context"
+	"io"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -34,6 +36,34 @@ func TestConformanceWithoutV2(t *testing.T) {
 	runConformance(t, newEnvOn(t, file))
 }
 
+// TestExecHasItsCapabilities: those that were asked for, and no others.
+func TestExecHasItsCapabilities(t *testing.T) {
+	e := newEnv(t)
+	d := e.open(t)
+	t.Cleanup(func() { must(t, d.Close()) })
+	cfg := e.config(t, runtimetest.NewID(t), nil)
+	_, err := d.Start(bounded(t), cfg)
+	must(t, err)
+	t.Cleanup(func() { must(t, d.Delete(context.WithoutCancel(t.Context()), cfg.ID)) })
+	pipes := runtimetest.NewPipes(t)
+	p, err := d.Exec(bounded(t), cfg.ID, runtime.Program{
+		Args: []string{"/bin/busybox", "grep", "CapEff", "/proc/self/status"}, Capabilities: []string{"CAP_CHOWN", "CAP_SETUID"}, Stdio: pipes.Theirs(),
+	})
+	pipes.Given()
+	must(t, err)
+	out, err := io.ReadAll(pipes.Out)
+	must(t, err)
+	if want := "CapEff:\t0000000000000081\n"; string(out) != want {
+		t.Fatalf("%q, want %q", out, want)
+	}
+	if code, err := p.Wait(bounded(t)); err != nil || code != 0 {
+		t.Fatal(code, err)
+	}
+	if _, err := d.Exec(bounded(t), cfg.ID, runtime.Program{Args: []string{"/x"}, Capabilities: []string{"CAP_OF_LIES"}}); err == nil {
+		t.Fatal("a capability that does not exist was taken")
+	}
+}
+
 func runConformance(t *testing.T, e *testEnv) {
 	runtimetest.Run(t, runtimetest.Harness{
 		Open:   func(t *testing.T) runtime.Driver { return e.open(t) },
@@ -46,6 +76,9 @@ func runConformance(t *testing.T, e *testEnv) {
 			if _, err := e.guests[cfg.ID].in.WriteString("exit " + strconv.Itoa(code) + "\n"); err != nil {
 				t.Fatal(err)
 			}
+		},
+		Copy: func(code int) runtime.Program {
+			return runtime.Program{Args: []string{"/bin/busybox", "sh", "-c", "cat; exit " + strconv.Itoa(code)}, Env: []string{"PATH=/bin"}}
 		},
 		Leftovers: func(t *testing.T) []string { return e.leftovers(t) },
 	})

@@ -33,6 +33,8 @@ type Harness struct {
 	Count func(t *testing.T, cfg runtime.Config) Guest
 	// Exit makes the program end with the code.
 	Exit func(t *testing.T, cfg runtime.Config, code int)
+	// Copy is a program that copies its standard input to its output and exits with the code at its end.
+	Copy func(code int) runtime.Program
 	// Leftovers names everything that is left of any sandbox: processes, mounts, groups, files.
 	Leftovers func(t *testing.T) []string
 }
@@ -68,6 +70,11 @@ func Run(t *testing.T, h Harness) {
 		{"DamagedImage", (*suite).damagedImage},
 		{"CancelledStartLeavesNothing", (*suite).cancelledStart},
 		{"ListAndStats", (*suite).listStats},
+		{"ExecCopies", (*suite).execCopies},
+		{"ExecIsKilled", (*suite).execKilled},
+		{"ExecRefusals", (*suite).execRefusals},
+		{"ExecGoesOnAcrossSave", (*suite).execAcrossSave},
+		{"ExecEndsWithTheSandbox", (*suite).execEnds},
 	}
 	for _, c := range tests {
 		t.Run(c.name, func(t *testing.T) {
