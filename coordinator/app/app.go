@@ -46,6 +46,7 @@ type App struct {
 	queue    *publish.Queue
 	registry *sessions.Registry
 	pool     *nodeclient.Pool
+	streams  *nodeclient.Streams
 	bridge   *rest.Bridge
 	metrics  *metrics
 	health   *obs.Health
@@ -186,7 +187,8 @@ func (a *App) assemble(files *pki.Source) {
 			return a.pool.Inventory(ctx, node)
 		},
 	})
-	a.pool = nodeclient.New(sessions.Directory{Registry: a.registry}, func(node string) *tls.Config { return files.Client(pki.RoleNode, node) })
+	node := func(name string) *tls.Config { return files.Client(pki.RoleNode, name) }
+	a.pool, a.streams = nodeclient.New(sessions.Directory{Registry: a.registry}, node), nodeclient.NewStreams(node)
 	a.metrics.nodes(a.gatherer, a.registry)
 }
 
@@ -269,6 +271,7 @@ func (a *App) Stop() {
 	}
 	if a.pool != nil {
 		a.pool.Close()
+		a.streams.Close()
 	}
 	if a.store != nil {
 		if err := a.store.Close(); err != nil {
@@ -301,7 +304,7 @@ func (p publisher) Publish(ctx context.Context, build func(context.Context, cata
 
 // services makes the public API.
 func (a *App) services() *api.Server {
-	return api.New(api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Engine: a.Engine, Log: a.log})
+	return api.New(api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Log: a.log})
 }
 
 // surround makes what is around every call of the listeners.

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -22,12 +23,13 @@ import (
 type fakeNode struct {
 	nodev1.UnimplementedAgentServiceServer
 	dormousev1.UnimplementedProcessServiceServer
-	t    *testing.T
-	name string
-	tls  *pki.Source
-	addr string
-	srv  *grpc.Server
-	done chan struct{}
+	t     *testing.T
+	name  string
+	tls   *pki.Source
+	addr  string
+	srv   *grpc.Server
+	done  chan struct{}
+	words map[string]chan string // what ReadOutput says of a process
 
 	mu        sync.Mutex
 	sandboxes map[string]*nodev1.SandboxObservation
@@ -46,7 +48,7 @@ type fakeNode struct {
 func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
 	n := &fakeNode{t: t, name: name, tls: p.source(t, pki.Identity{Role: pki.RoleNode, Name: name}),
 		sandboxes: map[string]*nodev1.SandboxObservation{}, snapshots: map[string]*nodev1.SnapshotObservation{}, volumes: map[string]*nodev1.VolumeObservation{},
-		done: make(chan struct{})}
+		done: make(chan struct{}), words: map[string]chan string{"p1": make(chan string), "p2": make(chan string)}}
 	sock := filepath.Join(t.TempDir(), "node.sock")
 	l, err := net.Listen("unix", sock)
 	if err != nil {
@@ -57,7 +59,8 @@ func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.srv = grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(n.tls.Server(pki.RoleCoordinator))))...)
+	n.srv = grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(n.tls.Server(pki.RoleCoordinator))),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
 	nodev1.RegisterAgentServiceServer(n.srv, n)
 	dormousev1.RegisterProcessServiceServer(n.srv, n)
 	go func() {
@@ -248,4 +251,17 @@ func (n *fakeNode) RunProcess(req *dormousev1.RunProcessRequest, out grpc.Server
 		}
 	}
 	return nil
+}
+
+func (n *fakeNode) ReadOutput(req *dormousev1.ReadOutputRequest, out grpc.ServerStreamingServer[dormousev1.ReadOutputResponse]) error {
+	for {
+		select {
+		case word := <-n.words[req.GetProcessId()]:
+			if err := out.Send(&dormousev1.ReadOutputResponse{Event: &dormousev1.ReadOutputResponse_Output{Output: &dormousev1.OutputChunk{Data: []byte(word)}}}); err != nil {
+				return err
+			}
+		case <-out.Context().Done():
+			return out.Context().Err()
+		}
+	}
 }

@@ -22,6 +22,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/rest"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/wire"
@@ -36,6 +37,10 @@ const (
 	maxConnStreams = 4096
 	maxHeaders     = 64 << 10
 )
+
+// What a stream of the public API may hold here before it was read: with the node's side of it
+// (nodeclient.StreamWindow) less than 2 MiB.
+const streamWindow = 1 << 20
 
 // listen opens all listeners, for which it has ctx, and serves them. life is that of what they do in the background.
 func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Authenticator) error {
@@ -111,7 +116,7 @@ func (s *sessionStream) RecvMsg(m any) error { return s.raw.RecvMsg(m) }
 func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, admission *auth.Admission, opts ...grpc.ServerOption) *grpc.Server {
 	opts = append(around.Options(), append(opts,
 		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary()), grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream()),
-		grpc.MaxRecvMsgSize(api.MaxMessage), alive(), lenient())...)
+		grpc.MaxRecvMsgSize(api.MaxMessage), grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(nodeclient.ConnWindow), alive(), lenient())...)
 	srv := grpc.NewServer(opts...)
 	services.Register(srv)
 	healthv1.RegisterHealthServer(srv, a.grpcLife)

@@ -97,10 +97,13 @@ func (s *Server) Stream() grpc.StreamServerInterceptor {
 	}
 }
 
-// serverStream carries the call's context and remembers the operation of the first message.
+// serverStream carries the call's context and remembers the operation of the first message. Later messages
+// leave it alone: they may be received by another goroutine than the handler's, even while the
+// call ends.
 type serverStream struct {
 	grpc.ServerStream
 	ctx         context.Context //nolint:containedctx // the interface of gRPC asks for it
+	begun       bool
 	operationID string
 }
 
@@ -108,8 +111,8 @@ func (w *serverStream) Context() context.Context { return w.ctx }
 
 func (w *serverStream) RecvMsg(m any) error {
 	err := w.ServerStream.RecvMsg(m)
-	if err == nil && w.operationID == "" {
-		w.operationID = operationID(m)
+	if !w.begun {
+		w.begun, w.operationID = true, operationID(m)
 	}
 	return err
 }

@@ -21,6 +21,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
 	"github.com/dormouse-run/dormouse/coordinator/internal/publish"
@@ -100,7 +101,7 @@ func newWorld() *world {
 	engine, err := operations.Start(ctx, operations.Config{Catalog: store, Queue: queue, Agents: node, Nodes: node, Epoch: lease.Epoch,
 		PlacementWait: time.Millisecond, RetryMin: time.Millisecond, RetryMax: 2 * time.Millisecond})
 	fail(err)
-	server := api.New(api.Config{Store: store, Nodes: node, Agents: node, Engine: func() (*operations.Engine, error) { return engine, nil }})
+	server := api.New(api.Config{Store: store, Nodes: node, Agents: node, Streams: node, Engine: func() (*operations.Engine, error) { return engine, nil }})
 	var following sync.WaitGroup
 	following.Go(func() { server.Run(ctx) })
 	r := &registrar{}
@@ -380,8 +381,8 @@ func (n *willing) PullImage(context.Context, string, operations.Command, string,
 
 func (n *willing) RemoveImage(context.Context, string, operations.Command, string) error { return nil }
 
-func (n *willing) Processes(context.Context, string, func(context.Context, dormousev1.ProcessServiceClient) error) error {
-	return errs.New(errs.NodeAway, "no node is here").With("node", "n1")
+func (n *willing) Conn(context.Context, nodeclient.Place, bool) (*grpc.ClientConn, error) {
+	return nil, errs.New(errs.NodeAway, "no node is here").With("node", "n1")
 }
 
 func (n *willing) Inventory(context.Context, string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {

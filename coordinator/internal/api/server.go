@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -52,7 +53,11 @@ type Agents interface {
 	PullImage(ctx context.Context, node string, c operations.Command, reference string, progress func(*dormousev1.PullProgress) error) (*dormousev1.Image, error)
 	RemoveImage(ctx context.Context, node string, c operations.Command, digest string) error
 	Inventory(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
-	Processes(ctx context.Context, node string, f func(context.Context, dormousev1.ProcessServiceClient) error) error
+}
+
+// Streams connects to nodes for the calls of the data plane.
+type Streams interface {
+	Conn(ctx context.Context, p nodeclient.Place, bulk bool) (*grpc.ClientConn, error)
 }
 
 // Config of a Server.
@@ -60,6 +65,8 @@ type Config struct {
 	Store  Store
 	Nodes  Nodes
 	Agents Agents
+	// Streams of the data plane.
+	Streams Streams
 	// Engine of the term in force, or NO_LEADER.
 	Engine func() (*operations.Engine, error)
 	Log    *slog.Logger
@@ -91,7 +98,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	dormousev1.RegisterImageServiceServer(r, imageService{Server: s})
 	dormousev1.RegisterOperationServiceServer(r, operationService{Server: s})
 	dormousev1.RegisterEventServiceServer(r, eventService{Server: s})
-	dormousev1.RegisterProcessServiceServer(r, processService{Server: s})
+	gateway{s}.register(r)
 }
 
 // call says who asks, for an operation.

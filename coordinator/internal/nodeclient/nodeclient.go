@@ -1,7 +1,7 @@
 // Package nodeclient is how the coordinator asks nodes to do things: one gRPC connection to each
 // agentd, over mTLS, where the server must be that very node.
 //
-// Every command carries the coordinator's epoch and the epoch of the node's session. A call lives no
+// Commands go over a Pool, calls of the data plane over Streams. Every command carries the coordinator's epoch and the epoch of the node's session. A call lives no
 // longer than the session that it was made under: when the session ends, the call ends with
 // REPLY_LOST (outcome unknown), so that a node that is gone without closing its connection blocks
 // nobody. A node without a session is NODE_AWAY, and nothing was sent.
@@ -267,14 +267,6 @@ func (p *Pool) RemoveImage(ctx context.Context, node string, c operations.Comman
 	_, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
 		_, err := nodev1.NewAgentServiceClient(cc).RemoveImage(ctx, &nodev1.RemoveImageRequest{Command: s.command(c), Digest: digest})
 		return err
-	})
-	return err
-}
-
-// Processes runs f with the process service of the node, no longer than the node's session.
-func (p *Pool) Processes(ctx context.Context, node string, f func(context.Context, dormousev1.ProcessServiceClient) error) error {
-	_, err := p.call(ctx, node, func(ctx context.Context, _ Session, cc *grpc.ClientConn) error {
-		return f(ctx, dormousev1.NewProcessServiceClient(cc))
 	})
 	return err
 }
