@@ -21,8 +21,10 @@ trap 'rm -rf "$stage"' EXIT
 mkdir "$stage/bundle" "$stage/init"
 cp -L "$bin/runsc" "$stage/bundle/runsc"
 chmod 0755 "$stage/bundle/runsc" "$stage/init"
-(cd "$repo" && CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags='-s -w' -o "$stage/init/guestinit" ./agentd/cmd/guestinit)
-chmod 0755 "$stage/init/guestinit"
+for program in guestinit guestbulk; do
+	(cd "$repo" && CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags='-s -w' -o "$stage/init/$program" "./agentd/cmd/$program")
+	chmod 0755 "$stage/init/$program"
+done
 
 # The flags make the file depend on nothing but its content; gVisor cannot map inline data.
 "$bin/mkfs.erofs" --quiet -b4096 -U clear -Enoinline_data -T0 --all-root \

@@ -39,12 +39,14 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/cgroup"
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/network"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/ocispec"
 	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
@@ -71,6 +73,7 @@ type App struct {
 	bundles   *bundles
 	groups    *cgroup.Manager
 	driver    runtime.Driver
+	bulk      *bulk.Manager
 	images    *layers.Store
 	volumes   *volumeParts
 	snapshots *checkpoint.Store
@@ -164,6 +167,8 @@ func (a *App) openRuntime(context.Context) error {
 	}
 	a.driver = driver
 	a.onClose(driver.Close)
+	a.bulk = bulk.New(bulk.Options{Driver: driver, Helper: ocispec.BulkPath, Capabilities: ocispec.Capabilities(), Log: a.log})
+	a.onClose(quiet(a.bulk.Close))
 	return nil
 }
 
@@ -228,7 +233,7 @@ func (a *App) openRunner(context.Context) error {
 	a.onClose(pool.Close)
 	a.run, err = runner.New(runner.Options{
 		Store: a.state, Driver: a.driver, Images: images{a.images, a.cfg.Node}, Volumes: a.volumes, Networks: networks{pool}, Bundles: a.bundles,
-		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log}, Snapshots: a.snapshots,
+		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log, a.bulk}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
 		Root:     a.dir("sandboxes"), Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Log: a.log, Measure: a.stepTimes(), Fault: a.fault,
@@ -238,7 +243,7 @@ func (a *App) openRunner(context.Context) error {
 	}
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
-	a.node = &node{cfg: a.cfg, run: a.run, state: a.state, images: a.images, volumes: a.volumes, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
+	a.node = &node{cfg: a.cfg, run: a.run, state: a.state, bulk: a.bulk, images: a.images, volumes: a.volumes, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
 	return nil
 }
 

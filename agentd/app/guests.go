@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/guest"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
@@ -18,18 +19,37 @@ import (
 const tailBytes = 256 << 10
 
 // guests opens channels for the runner.
-type guests struct{ log *slog.Logger }
+type guests struct {
+	log  *slog.Logger
+	bulk *bulk.Manager
+}
 
 func (g guests) Open(ctx context.Context, uid string, generation uint64, stdio runtime.Stdio) (runner.Guest, error) {
 	conn, err := guest.Open(ctx, guest.Options{InPath: stdio.In, OutPath: stdio.Out, SandboxUID: uid, Generation: fence.Epoch(generation), Log: g.log})
 	if err != nil {
 		return nil, err
 	}
-	return &channel{conn}, nil
+	// A new channel is one to a sandbox that runs.
+	g.bulk.Thaw(uid)
+	return &channel{conn, g.bulk, uid}, nil
 }
 
-// channel is a guest.Conn as the runner sees it.
-type channel struct{ *guest.Conn }
+// channel is a guest.Conn as the runner sees it. Its quiet is that of the bulk transfers too.
+type channel struct {
+	*guest.Conn
+	bulk *bulk.Manager
+	uid  string
+}
+
+func (c *channel) Quiesce(ctx context.Context) error {
+	c.bulk.Freeze(ctx, c.uid)
+	return c.Conn.Quiesce(ctx)
+}
+
+func (c *channel) Resume(ctx context.Context) error {
+	c.bulk.Thaw(c.uid)
+	return c.Conn.Resume(ctx)
+}
 
 func (c *channel) Configure(ctx context.Context, id runner.Identity) error {
 	in := guest.Identity{Hostname: id.Hostname, WriteHosts: true}

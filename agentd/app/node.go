@@ -15,6 +15,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/api"
+	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/guest"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
@@ -33,6 +34,7 @@ type node struct {
 	cfg     Config
 	run     *runner.Node
 	state   *nodestate.Store
+	bulk    *bulk.Manager
 	images  *layers.Store
 	volumes *volumeParts
 	bundles *bundles
@@ -92,6 +94,14 @@ func (n *node) Channel(uid string) (*guest.Conn, error) {
 func (n *node) Defaults(uid string) (api.Defaults, error) {
 	rec, err := n.state.Sandbox(uid)
 	return api.Defaults(rec.Defaults), err
+}
+
+// DialPort connects to a port inside a running sandbox.
+func (n *node) DialPort(ctx context.Context, uid string, port int) (api.PortConn, error) {
+	if _, err := n.run.Guest(uid); err != nil {
+		return nil, err
+	}
+	return n.bulk.Dial(ctx, uid, port)
 }
 
 func (n *node) Final(uid string) (runner.Final, error) { return n.run.Final(uid) }

@@ -33,6 +33,7 @@ const (
 	ObjectNotFound  Reason = "OBJECT_NOT_FOUND" // details: kind, uid or name
 	ImageNotFound   Reason = "IMAGE_NOT_FOUND"  // the registry has no such reference; details: image
 	ProcessNotFound Reason = "PROCESS_NOT_FOUND"
+	FileNotFound    Reason = "FILE_NOT_FOUND" // in the sandbox; details: path
 
 	// It conflicts with what is there.
 	StaleUID              Reason = "STALE_UID"               // the uid is of an earlier object of that name; details: uid, current_uid
@@ -50,12 +51,25 @@ const (
 	IncompatibleRuntime   Reason = "INCOMPATIBLE_RUNTIME"    // details: want, has
 	IncompatibleNode      Reason = "INCOMPATIBLE_NODE"       // CPU features, image path; details: node, missing
 
+	// What is in the sandbox is not so that it could be done; details: path.
+	NotADirectory     Reason = "NOT_A_DIRECTORY"
+	IsADirectory      Reason = "IS_A_DIRECTORY"
+	NotAFile          Reason = "NOT_A_FILE" // a device, FIFO or socket
+	FileExists        Reason = "FILE_EXISTS"
+	DirectoryNotEmpty Reason = "DIRECTORY_NOT_EMPTY"
+	CrossDevice       Reason = "CROSS_DEVICE" // a move between file systems
+	FileBusy          Reason = "FILE_BUSY"
+	FileChanged       Reason = "FILE_CHANGED"   // it is not the file any more that was being read; details: want, has
+	FileDenied        Reason = "FILE_DENIED"    // the user inside may not
+	ReadOnlyPath      Reason = "READ_ONLY_PATH" // a read-only file system
+
 	// There is not enough.
-	NoNodeFits  Reason = "NO_NODE_FITS"  // details: one per node: why not
-	DiskFull    Reason = "DISK_FULL"     // details: asked, left
-	TooMany     Reason = "TOO_MANY"      // a count or rate of the tenant's; details: resource, limit
-	QueueFull   Reason = "QUEUE_FULL"    // details: resource, limit
-	OutOfMemory Reason = "OUT_OF_MEMORY" // the node's; details: asked, left
+	NoNodeFits      Reason = "NO_NODE_FITS"      // details: one per node: why not
+	DiskFull        Reason = "DISK_FULL"         // the node's; details: asked, left
+	TooMany         Reason = "TOO_MANY"          // a count or rate of the tenant's; details: resource, limit
+	QueueFull       Reason = "QUEUE_FULL"        // details: resource, limit
+	OutOfMemory     Reason = "OUT_OF_MEMORY"     // the node's; details: asked, left
+	SandboxDiskFull Reason = "SANDBOX_DISK_FULL" // the sandbox's own, or a volume's; details: path
 
 	// It cannot be reached now.
 	NoLeader            Reason = "NO_LEADER"
@@ -68,6 +82,8 @@ const (
 	ContainerdAway      Reason = "CONTAINERD_AWAY"      // the node's containerd does not answer
 	ShuttingDown        Reason = "SHUTTING_DOWN"
 	GuestSilent         Reason = "GUEST_SILENT" // guest init does not answer; details: uid
+	TransferCut         Reason = "TRANSFER_CUT" // the helper of a transfer ended before the transfer did; details: uid
+	PortClosed          Reason = "PORT_CLOSED"  // nothing listens there inside; details: port
 
 	// It ended before it was known.
 	DeadlineExpired Reason = "DEADLINE_EXPIRED"
@@ -111,7 +127,12 @@ var table = map[Reason]row{
 	NotAllowed:         {PermissionDenied, Never, NotStarted},
 	RegistryDenied:     {PermissionDenied, Never, NotStarted},
 
-	ObjectNotFound: notFound, ImageNotFound: notFound, ProcessNotFound: notFound,
+	ObjectNotFound: notFound, ImageNotFound: notFound, ProcessNotFound: notFound, FileNotFound: notFound,
+
+	NotADirectory: conflict, IsADirectory: conflict, NotAFile: conflict, FileExists: conflict, DirectoryNotEmpty: conflict,
+	CrossDevice: conflict, FileBusy: conflict, FileChanged: conflict,
+	FileDenied: {PermissionDenied, Never, NotStarted}, ReadOnlyPath: {PermissionDenied, Never, NotStarted},
+	SandboxDiskFull: exhausted, TransferCut: unavailable, PortClosed: unavailable,
 
 	StaleUID: conflict, StaleRevision: conflict, OperationBodyMismatch: conflict,
 	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,

@@ -38,6 +38,8 @@ const (
 	InitDir = "/.dormouse"
 	// InitPath is its program.
 	InitPath = InitDir + "/guestinit"
+	// BulkPath is the program beside it that moves bulk bytes, started for each transfer.
+	BulkPath = InitDir + "/guestbulk"
 
 	// SentryMemory is the runtime's own share of a sandbox's memory limit: the sentry's heap, its
 	// stacks and what it needs to write a snapshot.
@@ -100,6 +102,9 @@ var capabilities = []string{
 	"CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_MKNOD",
 	"CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT",
 }
+
+// Capabilities are those of everything in a sandbox: docker's default set.
+func Capabilities() []string { return slices.Clone(capabilities) }
 
 // reserved are the places of ours, at and below which no volume goes.
 var reserved = []string{"/proc", "/sys", "/dev", InitDir, tmpGuard}
