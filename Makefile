@@ -32,13 +32,15 @@ help: ## this list
 
 # ---- set-up -------------------------------------------------------------------
 
-.PHONY: tools tools-dev images
+.PHONY: tools tools-dev images images-test
 tools: ## install the pinned real components (runsc, containerd, Redis ...)
 	@scripts/tools.sh demo
 tools-dev: ## and what only developers need (buf, linters)
 	@scripts/tools.sh all
 images: tools ## build the images that demo and tests use
 	@scripts/images.sh
+images-test: tools # what only tests use
+	@scripts/images.sh programs
 
 .PHONY: build bundle
 build: ## compile every command into bin/
@@ -64,7 +66,7 @@ down: ## end a demo that was left up
 .PHONY: test race crash-matrix soak lint gen gen-check
 SOAK ?= 10m
 SOAKFLAGS ?=
-test: tools images build bundle ## every test, on real parts
+test: tools images images-test build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
 	go test -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -vE '$(HEAVY)') || status=1; \

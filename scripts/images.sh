@@ -1,10 +1,11 @@
 #!/bin/bash
 # Build the images that the demo and the tests use, as OCI layouts in the cache.
 #
-#   scripts/images.sh [busybox|python]...      (default: both)
+#   scripts/images.sh [busybox|python|programs]...      (default: busybox and python)
 #
 # No public registry is needed: busybox comes from Debian's static build, python
-# is a Debian root made on this machine from its own package mirror. An image is
+# is a Debian root made on this machine from its own package mirror, and programs is
+# that with what agents work with: Node.js, git and pip. An image is
 # keyed by its recipe, so a second run takes a moment. Nothing in it names the
 # mirror.
 set -euo pipefail
@@ -18,12 +19,12 @@ path=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export SOURCE_DATE_EPOCH=1600000000
 
 # The recipe of an image decides its key: change it, and it is built again.
-recipe() { declare -f "root_$1" "command_$1"; declare -p suite path SOURCE_DATE_EPOCH BUSYBOX_VERSION; }
+recipe() { declare -f "root_$1" "command_$1" debian_root; declare -p suite path SOURCE_DATE_EPOCH BUSYBOX_VERSION; }
 
 # provide NAME: build the image unless it is there.
 provide() {
 	local name=$1 dest tmp start
-	declare -F "root_$name" >/dev/null || die "no image $name: there are busybox and python"
+	declare -F "root_$name" >/dev/null || die "no image $name: there are busybox, python and programs"
 	dest=$store/$name-$(recipe "$name" | sha256sum | cut -c1-12)
 	(
 		flock 8
@@ -64,24 +65,30 @@ root_busybox() {
 }
 
 command_python() { echo python3; }
-root_python() {
-	[ "$(id -u)" = 0 ] || die "the python image is a Debian root: run as root"
-	logged image-python apt_install mmdebstrap || return 1
+root_python() { debian_root "$2" python3,ca-certificates,netbase; }
+
+command_programs() { echo sh; }
+root_programs() { debian_root "$2" python3,python3-pip,nodejs,git,ca-certificates,netbase; }
+
+# debian_root TAR PACKAGES: a Debian with these packages, and nothing of this machine in it.
+debian_root() {
+	[ "$(id -u)" = 0 ] || die "the image is a Debian root: run as root"
+	logged "image-$name" apt_install mmdebstrap || return 1
 	# The sources of this machine, as they are: whatever mirror and keyring they
 	# name. They go to the package tool only; the image gets none.
 	local sources
 	sources=$(debian_sources "$suite")
-	logged image-python mmdebstrap --quiet --mode=root --variant=essential --include=python3,ca-certificates,netbase \
+	logged "image-$name" mmdebstrap --quiet --mode=root --variant=essential --include="$2" \
 		--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
 		--dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/info/*' \
 		--customize-hook='rm -rf "$1"/etc/apt/sources.list "$1"/etc/apt/sources.list.d/* "$1"/etc/apt/apt.conf.d/99mmdebstrap' \
 		--customize-hook='rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/* "$1"/var/log/* "$1"/etc/dpkg/dpkg.cfg.d/99mmdebstrap' \
 		--customize-hook='rm -f "$1"/etc/hostname "$1"/etc/resolv.conf; : >"$1"/etc/machine-id' \
-		"$suite" "$2" - <<<"$sources" || return 1
+		"$suite" "$1" - <<<"$sources" || return 1
 	local host
 	host=$(debian_mirror | sed 's#^[a-z+]*://\([^/]*\)/.*#\1#')
-	if tar -xOf "$2" ./etc ./var | grep -aF "$host" >/dev/null; then
-		die "the python image names the mirror it was made from"
+	if tar -xOf "$1" ./etc ./var | grep -aF "$host" >/dev/null; then
+		die "the image names the mirror it was made from"
 	fi
 }
 
