@@ -73,6 +73,16 @@ func (n *node) CheckpointSandbox(ctx context.Context, req runner.CaptureRequest)
 	return snapshotOf(rec), err
 }
 
+func (n *node) PauseSandbox(ctx context.Context, uid string) (api.Observed, error) {
+	rec, err := n.run.Pause(ctx, uid)
+	return observed(rec), err
+}
+
+func (n *node) ResumeSandbox(ctx context.Context, uid string) (api.Observed, error) {
+	rec, err := n.run.Resume(ctx, uid)
+	return observed(rec), err
+}
+
 func (n *node) DeleteSnapshot(ctx context.Context, uid string) error {
 	return n.run.DeleteSnapshot(ctx, uid)
 }

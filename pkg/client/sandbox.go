@@ -167,6 +167,32 @@ func (s *Sandbox) Checkpoint(ctx context.Context, req *dormousev1.CheckpointSand
 	return s.c.seenSnapshot(resp.GetSnapshot()), nil
 }
 
+// Pause freezes the sandbox in memory and returns when it stands still. The operation id may be empty.
+func (s *Sandbox) Pause(ctx context.Context, operationID string) error {
+	req := &dormousev1.PauseSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.PauseSandboxResponse, error) {
+		return s.c.sandboxes.PauseSandbox(ctx, req)
+	})
+	if err != nil {
+		return err
+	}
+	s.Last = resp.GetSandbox()
+	return nil
+}
+
+// Resume returns when the sandbox runs. The operation id may be empty.
+func (s *Sandbox) Resume(ctx context.Context, operationID string) error {
+	req := &dormousev1.ResumeSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.ResumeSandboxResponse, error) {
+		return s.c.sandboxes.ResumeSandbox(ctx, req)
+	})
+	if err != nil {
+		return err
+	}
+	s.Last = resp.GetSandbox()
+	return nil
+}
+
 // Fork makes copies of a sandbox or of a snapshot, as the request says.
 func (c *Client) Fork(ctx context.Context, req *dormousev1.ForkSandboxRequest) (copies []*Sandbox, snapshotUID string, err error) {
 	req = proto.CloneOf(req)

@@ -44,6 +44,7 @@ const (
 	AlreadyAttached       Reason = "ALREADY_ATTACHED"        // details: volume, holder
 	StillReferenced       Reason = "STILL_REFERENCED"        // details: uid, references (bounded, comma separated), count
 	WrongPhase            Reason = "WRONG_PHASE"             // details: uid, phase
+	SandboxPaused         Reason = "SANDBOX_PAUSED"          // it stands still: resume it first; details: uid, phase
 	IdentityMismatch      Reason = "IDENTITY_MISMATCH"       // the immutable digest is another; details: uid, want, has
 	AttemptVoid           Reason = "ATTEMPT_VOID"            // a commit's attempt that was settled as never applied; internal to the catalog
 	ResumeTooOld          Reason = "RESUME_TOO_OLD"          // the change log does not reach back there; details: after, oldest, current
@@ -136,7 +137,7 @@ var table = map[Reason]row{
 
 	StaleUID: conflict, StaleRevision: conflict, OperationBodyMismatch: conflict,
 	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,
-	StillReferenced: conflict, WrongPhase: conflict, VolumeDiverged: conflict,
+	StillReferenced: conflict, WrongPhase: conflict, SandboxPaused: conflict, VolumeDiverged: conflict,
 	IncompatibleRuntime: conflict, IncompatibleNode: conflict,
 	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict,
 

@@ -43,6 +43,9 @@ func Agentd() []string {
 		after("artefact", "stage", "manifest", "rename"),
 		after("snapshot", "intent", "trash", "artefact", "image", "record"),
 		around("stop", "record"),
+		// A pause in memory, and its end.
+		after("pause", "intent", "frozen", "record"),
+		after("resume", "intent", "thawed", "record"),
 		// Volumes, created and cloned alike.
 		after("volume", "record", "stage", "fill", "meta", "rename"),
 		around("volume", "attach", "detach", "trash"),

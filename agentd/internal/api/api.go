@@ -32,6 +32,8 @@ type Runner interface {
 	DeleteSandbox(ctx context.Context, uid string) error
 	CheckpointSandbox(ctx context.Context, req runner.CaptureRequest) (snapshot.Snapshot, error)
 	DeleteSnapshot(ctx context.Context, uid string) error
+	PauseSandbox(ctx context.Context, uid string) (Observed, error)
+	ResumeSandbox(ctx context.Context, uid string) (Observed, error)
 }
 
 // Observed is what the node tells of a sandbox.
@@ -229,6 +231,36 @@ func (s *Server) CheckpointSandbox(ctx context.Context, req *nodev1.CheckpointSa
 		})
 		if err == nil {
 			resp.Snapshot = wire.SnapshotObservationToProto(snap)
+		}
+		return err
+	})
+}
+
+// PauseSandbox implements AgentService.
+func (s *Server) PauseSandbox(ctx context.Context, req *nodev1.PauseSandboxRequest) (*nodev1.PauseSandboxResponse, error) {
+	if err := checkUID("uid", req.GetUid()); err != nil {
+		return nil, err
+	}
+	resp := &nodev1.PauseSandboxResponse{}
+	return run(ctx, s, "PauseSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
+		o, err := s.Runner.PauseSandbox(ctx, req.GetUid())
+		if err == nil {
+			resp.Sandbox = o.Proto()
+		}
+		return err
+	})
+}
+
+// ResumeSandbox implements AgentService.
+func (s *Server) ResumeSandbox(ctx context.Context, req *nodev1.ResumeSandboxRequest) (*nodev1.ResumeSandboxResponse, error) {
+	if err := checkUID("uid", req.GetUid()); err != nil {
+		return nil, err
+	}
+	resp := &nodev1.ResumeSandboxResponse{}
+	return run(ctx, s, "ResumeSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
+		o, err := s.Runner.ResumeSandbox(ctx, req.GetUid())
+		if err == nil {
+			resp.Sandbox = o.Proto()
 		}
 		return err
 	})

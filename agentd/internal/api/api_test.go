@@ -51,6 +51,13 @@ func (n *node) CheckpointSandbox(context.Context, runner.CaptureRequest) (snapsh
 }
 func (n *node) DeleteSnapshot(context.Context, string) error { return nil }
 
+func (n *node) PauseSandbox(_ context.Context, u string) (Observed, error) {
+	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Paused, Observation: 3}}, nil
+}
+func (n *node) ResumeSandbox(_ context.Context, u string) (Observed, error) {
+	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Running, Observation: 4}}, nil
+}
+
 func startRequest() *nodev1.StartSandboxRequest {
 	return &nodev1.StartSandboxRequest{
 		Command: &nodev1.Command{CoordinatorEpoch: 1, SessionEpoch: 1, CommandId: "c", Tenant: "t", RequestId: "r"},

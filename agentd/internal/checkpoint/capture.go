@@ -28,6 +28,8 @@ type Subject struct {
 	ID      string
 	Machine Machine
 	Channel Channel
+	// Still: it was halted before, and stays so. It needs no channel.
+	Still bool
 }
 
 // NotResumedError says that the sandbox could not be made to run again: it cannot be relied on.
@@ -56,8 +58,56 @@ const (
 // a *NotResumedError is in it when the sandbox does not run.
 func Freeze(ctx context.Context, s Subject, fn func(ctx context.Context) error) (Frozen, error) {
 	return freeze(ctx, s, func(ctx context.Context) (func(), bool, error) {
+		if s.Still {
+			return func() {}, true, nil
+		}
 		return func() {}, true, quiesce(ctx, s.Channel, quiesceTimeout)
 	}, fn)
+}
+
+// Halt quiesces the channel, pauses the sandbox and drains what is on its way, and leaves it so. After an
+// error it runs and its channel speaks, but for a *NotResumedError.
+func Halt(ctx context.Context, s Subject) error {
+	err := quiesce(ctx, s.Channel, quiesceTimeout)
+	if err == nil {
+		if err = halted(ctx, s); err == nil {
+			return nil
+		}
+		err = resumed(ctx, s, err)
+	}
+	var lost *NotResumedError
+	if errors.As(err, &lost) {
+		return err
+	}
+	return spoken(ctx, s, err)
+}
+
+func halted(ctx context.Context, s Subject) error {
+	if err := s.Machine.Pause(ctx, s.ID); err != nil {
+		return err
+	}
+	return s.Channel.Drain(ctx)
+}
+
+// resumed makes the sandbox run, whatever err is, and adds to it if it does not.
+func resumed(ctx context.Context, s Subject, err error) error {
+	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), resumeTimeout)
+	defer cancel()
+	if resumeErr := s.Machine.Resume(after, s.ID); resumeErr != nil {
+		return errors.Join(err, &NotResumedError{resumeErr})
+	}
+	return err
+}
+
+// spoken makes the channel of a sandbox that runs speak, whatever err is.
+func spoken(ctx context.Context, s Subject, err error) error {
+	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), quiesceTimeout)
+	defer cancel()
+	if resumeErr := s.Channel.Resume(after); resumeErr != nil && err == nil {
+		// The sandbox runs; a channel that does not answer is opened anew by who owns it.
+		return resumeErr
+	}
+	return err
 }
 
 func quiesce(ctx context.Context, ch Channel, patience time.Duration) error {
@@ -81,32 +131,21 @@ func freeze(ctx context.Context, s Subject, quiet func(context.Context) (leave f
 		leave()
 	}
 	var lost *NotResumedError
-	if errors.As(err, &lost) {
+	if s.Still || errors.As(err, &lost) {
 		return frozen, err
 	}
-	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), quiesceTimeout)
-	defer cancel()
-	if resumeErr := s.Channel.Resume(after); resumeErr != nil && err == nil {
-		// The sandbox runs; a channel that does not answer is opened anew by who owns it.
-		err = resumeErr
-	}
-	return frozen, err
+	return frozen, spoken(ctx, s, err)
 }
 
 func whilePaused(ctx context.Context, s Subject, fn func(ctx context.Context) error) error {
-	err := s.Machine.Pause(ctx, s.ID)
-	if err == nil {
-		err = s.Channel.Drain(ctx)
+	if s.Still {
+		return fn(ctx)
 	}
+	err := halted(ctx, s)
 	if err == nil {
 		err = fn(ctx)
 	}
-	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), resumeTimeout)
-	defer cancel()
-	if resumeErr := s.Machine.Resume(after, s.ID); resumeErr != nil {
-		return errors.Join(err, &NotResumedError{resumeErr})
-	}
-	return err
+	return resumed(ctx, s, err)
 }
 
 // Capturer captures, few sandboxes at a time.
@@ -126,7 +165,7 @@ func NewCapturer(store *Store, width int, direct bool) *Capturer {
 // Capture makes the artefact that the manifest describes; it fills in the files, the sizes and the
 // freeze. estimate is how many bytes the memory may take. DISK_FULL before anything is touched when
 // there is no room. After an error the sandbox runs (but for a *NotResumedError) and nothing of the
-// artefact is left.
+// artefact is left. A sandbox that stood still before stands still after it, whatever came of it.
 func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate int64) (err error) {
 	release, err := c.store.reserve(estimate + c.slack)
 	if err != nil {
@@ -144,6 +183,12 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 		}
 	}()
 	quiet := func(ctx context.Context) (func(), bool, error) { return c.quiet(ctx, s.Channel) }
+	if s.Still {
+		quiet = func(ctx context.Context) (func(), bool, error) {
+			leave, err := c.enter(ctx)
+			return leave, err == nil, err
+		}
+	}
 	frozen, err := freeze(ctx, s, quiet, func(ctx context.Context) error {
 		return s.Machine.Save(ctx, s.ID, runtime.SaveOptions{Dir: dir, Direct: c.direct})
 	})

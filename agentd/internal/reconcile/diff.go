@@ -126,7 +126,7 @@ func (d *differ) sandboxes(seen Observed, root string) {
 		st, there := d.running[id]
 		alive := there && (st.Phase == runtime.Running || st.Phase == runtime.Paused)
 		switch {
-		case s.Intent == nodestate.IntentKeep && s.Phase == sandbox.Running && !alive:
+		case s.Intent == nodestate.IntentKeep && (s.Phase == sandbox.Running || s.Phase == sandbox.Paused || s.Phase == sandbox.Resuming) && !alive:
 			observed := "the runtime does not know it"
 			if there {
 				observed = "the runtime says " + string(st.Phase)

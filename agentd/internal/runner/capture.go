@@ -20,8 +20,8 @@ type CaptureRequest struct {
 	UID, SnapshotUID, Tenant, CommandID string
 }
 
-// Checkpoint captures a running sandbox and returns when the artefact is synced and in place. After any
-// error the sandbox runs on and nothing of the artefact is left. The same command id again gives
+// Checkpoint captures a running or paused sandbox and returns when the artefact is synced and in place. After any
+// error a sandbox that ran runs on and nothing of the artefact is left. The same command id again gives
 // the same snapshot.
 func (n *Node) Checkpoint(ctx context.Context, req CaptureRequest) (nodestate.Snapshot, error) {
 	var snap nodestate.Snapshot
@@ -39,7 +39,7 @@ func (n *Node) Checkpoint(ctx context.Context, req CaptureRequest) (nodestate.Sn
 		case !errs.Has(err, errs.ObjectNotFound):
 			return err
 		}
-		if err := o.mustRun(); err != nil {
+		if err := o.mustLive(); err != nil {
 			return err
 		}
 		snap = nodestate.Snapshot{UID: req.SnapshotUID, Tenant: req.Tenant, SourceSandboxUID: req.UID, State: nodestate.SnapshotSaving,
@@ -115,17 +115,7 @@ func (o *owner) manifest(ctx context.Context, snap *nodestate.Snapshot) (*checkp
 	if err != nil {
 		return nil, err
 	}
-	g := o.openGuest()
-	if g == nil {
-		return nil, errs.New(errs.GuestSilent, "guest init of sandbox %s does not answer; ask again later", o.uid).With("uid", o.uid)
-	}
-	look, cancel := context.WithTimeout(ctx, recordTimeout)
-	defer cancel()
-	processes, err := g.ProcessTable(look)
-	if err != nil && ctx.Err() == nil && look.Err() != nil {
-		// The time was ours, not the caller's: a guest that does not answer is no reason to ask for ever.
-		err = errs.Wrap(err, errs.GuestSilent, "guest init of sandbox %s did not list its processes within %s", o.uid, recordTimeout).With("uid", o.uid)
-	}
+	processes, err := o.processTable(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -145,12 +135,35 @@ func (o *owner) manifest(ctx context.Context, snap *nodestate.Snapshot) (*checkp
 	return m, nil
 }
 
+// processTable asks the guest. A paused one cannot be asked, and its manifest does without.
+func (o *owner) processTable(ctx context.Context) ([]checkpoint.ProcessEntry, error) {
+	if o.stands() {
+		return nil, nil
+	}
+	g := o.openGuest()
+	if g == nil {
+		return nil, o.silent()
+	}
+	look, cancel := context.WithTimeout(ctx, recordTimeout)
+	defer cancel()
+	processes, err := g.ProcessTable(look)
+	if err != nil && ctx.Err() == nil && look.Err() != nil {
+		// The time was ours, not the caller's: a guest that does not answer is no reason to ask for ever.
+		err = errs.Wrap(err, errs.GuestSilent, "guest init of sandbox %s did not list its processes within %s", o.uid, recordTimeout).With("uid", o.uid)
+	}
+	return processes, err
+}
+
 // frozen records that the sandbox is about to be frozen, freezes it by fn, and takes the record back. A
 // sandbox that could not be resumed is ended: it is not to be relied on.
 func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.Context, checkpoint.Subject) (checkpoint.Frozen, error)) error {
-	g := o.openGuest()
-	if g == nil {
-		return errs.New(errs.GuestSilent, "guest init of sandbox %s does not answer; ask again later", o.uid).With("uid", o.uid)
+	subject := o.still()
+	if !o.stands() {
+		g := o.openGuest()
+		if g == nil {
+			return o.silent()
+		}
+		subject.Still, subject.Channel = false, g
 	}
 	rec := o.rec
 	rec.Capture = &nodestate.Capture{SnapshotUID: snapshotUID, Began: o.n.Now().UTC()}
@@ -160,18 +173,17 @@ func (o *owner) frozen(ctx context.Context, snapshotUID string, fn func(context.
 	if err := o.n.fault("checkpoint.freezing.after"); err != nil {
 		return err
 	}
-	machine := faultyMachine{o.n}
-	frozen, err := fn(ctx, checkpoint.Subject{ID: o.uid, Machine: machine, Channel: g})
+	frozen, err := fn(ctx, subject)
 	if crashed(err) {
 		return err
 	}
 	var lost *checkpoint.NotResumedError
 	if errors.As(err, &lost) {
-		return errors.Join(err, o.endLost(ctx, "the sandbox could not be resumed after a checkpoint and was ended"))
+		return o.loseFrozen(ctx, err)
 	}
 	rec = o.rec
 	rec.Capture = nil
-	if frozen.For > 0 {
+	if frozen.For > 0 && !subject.Still {
 		rec.LastFreeze = frozen.For
 	}
 	return errors.Join(err, o.put(rec))

@@ -8,6 +8,9 @@
 //
 //	intent start, restore   phase Starting           being made: undone after a crash
 //	intent keep             phase Running            attached to again after a crash
+//	intent keep             phase Paused             stands still, and stays so over a restart
+//	intent keep             phase Paused, capture    about to stand still: paused again after a crash
+//	intent keep             phase Resuming           about to run: resumed after a crash
 //	intent keep             phase Stopped, Failed    its processes are gone; kept until Delete
 //	intent delete           phase Deleting           being removed: finished after a crash
 //	no record               -                        nothing of it is on the node

@@ -238,7 +238,7 @@ func (n *Node) Guest(uid string) (Guest, error) {
 	n.mu.Lock()
 	o := n.owners[uid]
 	n.mu.Unlock()
-	if o != nil {
+	if o != nil && !o.stands() {
 		if g := o.openGuest(); g != nil {
 			return g, nil
 		}
@@ -246,6 +246,9 @@ func (n *Node) Guest(uid string) (Guest, error) {
 	rec, err := n.Store.Sandbox(uid)
 	if err != nil {
 		return nil, err
+	}
+	if rec.Phase == sandbox.Paused || rec.Phase == sandbox.Resuming {
+		return nil, asleep(rec)
 	}
 	if rec.Phase != sandbox.Running {
 		return nil, wrongPhase(rec, "it has no processes to ask for")

@@ -49,6 +49,8 @@ type owner struct {
 
 	mu    sync.Mutex
 	guest Guest
+	// standing: it is paused, or about to be: its channel is for nobody.
+	standing bool
 	// interrupt ends the task that runs, if it yields.
 	interrupt context.CancelCauseFunc
 }

@@ -13,7 +13,7 @@ import (
 // This file is what reconcile asks of the runner when agentd starts. Each is idempotent.
 
 // Reattach takes a sandbox that is kept into this process's hands: its end is watched, a capture that
-// a crash interrupted ends in resume, and its channel is opened. A channel that does not open is
+// a crash interrupted ends in resume, a pause or resume is finished, and its channel is opened; a paused one stays paused. A channel that does not open is
 // tried again later; the sandbox counts as running meanwhile. One that is not there is Lost or OOMKilled.
 func (n *Node) Reattach(ctx context.Context, uid string) error {
 	return n.do(ctx, uid, true, func(ctx context.Context, o *owner) error {
@@ -28,6 +28,8 @@ func (n *Node) Reattach(ctx context.Context, uid string) error {
 			return err
 		case st.Phase == runtime.Stopped:
 			return o.lost(ctx)
+		case o.rec.Phase == sandbox.Paused || o.rec.Phase == sandbox.Resuming:
+			return o.settle(ctx, st.Phase)
 		case o.rec.Phase != sandbox.Running:
 			// Its end is recorded; the kill was not reached.
 			o.kill()
@@ -68,7 +70,7 @@ func (o *owner) reopen(ctx context.Context) error {
 
 // lost records that a kept sandbox is not there any more.
 func (o *owner) lost(ctx context.Context) error {
-	if o.rec.Phase != sandbox.Running {
+	if !live(o.rec.Phase) {
 		return nil
 	}
 	reason, message := sandbox.ReasonLost, "the sandbox was gone when agentd came back"

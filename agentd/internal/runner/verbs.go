@@ -264,10 +264,10 @@ func (o *owner) removeOnce(ctx context.Context) error {
 	return o.n.fault("delete.record.after")
 }
 
-// Freeze runs fn while the sandbox stands still, for a copy of a volume that it writes to.
+// Freeze runs fn while the sandbox stands still (and leaves one that is paused so), for a copy of a volume that it writes to.
 func (n *Node) Freeze(ctx context.Context, uid string, fn func(ctx context.Context) error) error {
 	return n.do(ctx, uid, true, func(ctx context.Context, o *owner) error {
-		if err := o.mustRun(); err != nil {
+		if err := o.mustLive(); err != nil {
 			return err
 		}
 		return because(ctx, o.frozen(ctx, "", func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
@@ -278,12 +278,20 @@ func (n *Node) Freeze(ctx context.Context, uid string, fn func(ctx context.Conte
 
 func (o *owner) mustRun() error {
 	if !o.exists {
-		return errs.New(errs.ObjectNotFound, "this node has no sandbox %s", o.uid).With("kind", "sandbox").With("uid", o.uid)
+		return noSandbox(o.uid)
 	}
 	if o.rec.Phase != sandbox.Running {
 		return wrongPhase(o.rec, "only a running sandbox can be frozen")
 	}
 	return nil
+}
+
+// mustLive is mustRun that lets a paused sandbox pass.
+func (o *owner) mustLive() error {
+	if o.exists && o.rec.Phase == sandbox.Paused && o.stands() {
+		return nil
+	}
+	return o.mustRun()
 }
 
 // mainOf says which command the sandbox runs, if any, and the defaults of its processes.

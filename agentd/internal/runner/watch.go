@@ -116,10 +116,12 @@ func (o *owner) watchMain(ctx context.Context, g Guest) {
 
 // handle records what a watcher saw.
 func (o *owner) handle(e event) error {
-	if !o.exists || o.rec.Intent != nodestate.IntentKeep || o.rec.Phase != sandbox.Running {
+	if !o.exists || o.rec.Intent != nodestate.IntentKeep || !live(o.rec.Phase) {
 		return nil
 	}
 	switch {
+	case e.exit == nil && o.rec.Phase != sandbox.Running:
+		return nil // whoever resumes it watches anew
 	case e.main != nil:
 		return o.mainEnded(*e.main)
 	case e.broken != nil:

@@ -203,6 +203,37 @@ func (s sandboxService) ForkSandbox(ctx context.Context, req *dormousev1.ForkSan
 	return resp, nil
 }
 
+func (s sandboxService) PauseSandbox(ctx context.Context, req *dormousev1.PauseSandboxRequest) (*dormousev1.PauseSandboxResponse, error) {
+	sb, op, err := s.change(ctx, req.GetOperationId(), func(e *operations.Engine, c operations.Call) (*operations.Operation, error) {
+		return e.PauseSandbox(ctx, c, operations.Turn{UID: req.GetUid()})
+	})
+	return &dormousev1.PauseSandboxResponse{Sandbox: sb, OperationId: op}, err
+}
+
+func (s sandboxService) ResumeSandbox(ctx context.Context, req *dormousev1.ResumeSandboxRequest) (*dormousev1.ResumeSandboxResponse, error) {
+	sb, op, err := s.change(ctx, req.GetOperationId(), func(e *operations.Engine, c operations.Call) (*operations.Operation, error) {
+		return e.ResumeSandbox(ctx, c, operations.Turn{UID: req.GetUid()})
+	})
+	return &dormousev1.ResumeSandboxResponse{Sandbox: sb, OperationId: op}, err
+}
+
+// change runs an operation that changes one sandbox, and gives the sandbox and the operation's id.
+func (s sandboxService) change(ctx context.Context, operationID string, run func(*operations.Engine, operations.Call) (*operations.Operation, error)) (*dormousev1.Sandbox, string, error) {
+	e, c, err := s.mutate(ctx, operationID)
+	if err != nil {
+		return nil, "", err
+	}
+	op, err := run(e, c)
+	if err != nil {
+		return nil, "", err
+	}
+	sb, err := e.Changed(ctx, op)
+	if err != nil {
+		return nil, "", err
+	}
+	return sandboxToProto(sb), op.ID, nil
+}
+
 func bindingsOf(in []*dormousev1.VolumeBinding) ([]operations.Binding, error) {
 	if len(in) > 64 {
 		return nil, errs.New(errs.LimitExceeded, "volumes: at most 64 bindings, got %d", len(in)).With("field", "volumes")

@@ -198,6 +198,34 @@ func (p *Pool) CheckpointSandbox(ctx context.Context, node string, c operations.
 	return st, session, err
 }
 
+// PauseSandbox returns when the sandbox stands still.
+func (p *Pool) PauseSandbox(ctx context.Context, node string, c operations.Command, uid string) (o operations.Observation, err error) {
+	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
+		resp, err := nodev1.NewAgentServiceClient(cc).PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Command: s.command(c), Uid: uid})
+		if err != nil {
+			return err
+		}
+		o, err = Observation(resp.GetSandbox())
+		return err
+	})
+	o.Session = epoch
+	return o, err
+}
+
+// ResumeSandbox returns when the sandbox runs.
+func (p *Pool) ResumeSandbox(ctx context.Context, node string, c operations.Command, uid string) (o operations.Observation, err error) {
+	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
+		resp, err := nodev1.NewAgentServiceClient(cc).ResumeSandbox(ctx, &nodev1.ResumeSandboxRequest{Command: s.command(c), Uid: uid})
+		if err != nil {
+			return err
+		}
+		o, err = Observation(resp.GetSandbox())
+		return err
+	})
+	o.Session = epoch
+	return o, err
+}
+
 // DeleteSnapshot returns when the artefact's absence was observed.
 func (p *Pool) DeleteSnapshot(ctx context.Context, node string, c operations.Command, uid string) (fence.Epoch, error) {
 	return p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {

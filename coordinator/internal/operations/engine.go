@@ -237,6 +237,8 @@ func (e *Engine) step(ctx context.Context, t *task) error {
 		return e.driveDelete(ctx, t, e.volumeAbsent)
 	case KindCheckpointSandbox:
 		return e.driveCheckpoint(ctx, t)
+	case KindPauseSandbox, KindResumeSandbox:
+		return e.driveTurn(ctx, t)
 	case KindCreateVolume:
 		return e.driveVolume(ctx, t)
 	}

@@ -3,7 +3,6 @@ package operations
 import (
 	"context"
 	"reflect"
-	"strings"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -64,8 +63,7 @@ func (e *Engine) Observe(ctx context.Context, node string, o Observation) error 
 		if before.Status.Phase == sb.Status.Phase {
 			return nil, nil
 		}
-		failed := sb.Status.Phase == sandbox.Failed
-		ev, err := e.event(key, string(sb.Status.Phase), strings.TrimSpace(sb.Status.Reason+" "+sb.Status.Message), failed)
+		ev, err := e.phaseEvent(sb)
 		return []catalog.Put{ev}, err
 	})
 	return err

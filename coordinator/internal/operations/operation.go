@@ -32,6 +32,8 @@ const (
 	KindCheckpointSandbox Kind = "CheckpointSandbox"
 	KindRestoreSandbox    Kind = "RestoreSandbox"
 	KindForkSandbox       Kind = "ForkSandbox"
+	KindPauseSandbox      Kind = "PauseSandbox"
+	KindResumeSandbox     Kind = "ResumeSandbox"
 	KindDeleteSnapshot    Kind = "DeleteSnapshot"
 	KindCreateVolume      Kind = "CreateVolume"
 	KindDeleteVolume      Kind = "DeleteVolume"
@@ -47,7 +49,7 @@ type Copy struct {
 
 // Plan names what an operation makes and acts on. It is fixed by the accepting commit.
 type Plan struct {
-	// Target is the object that is deleted.
+	// Target is the object that is deleted or changed.
 	Target string `json:"target,omitempty"`
 	// SnapshotUID is what is made from, and with MakesSnapshot what is made.
 	SnapshotUID   string `json:"snapshot_uid,omitempty"`

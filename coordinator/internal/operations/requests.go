@@ -64,6 +64,11 @@ type ForkSandbox struct {
 	Volumes     []Binding         `json:"volumes,omitempty"`
 }
 
+// Turn is a request to change the phase of a sandbox.
+type Turn struct {
+	UID string `json:"uid"`
+}
+
 // CreateVolume is a request.
 type CreateVolume struct {
 	Name   string            `json:"name,omitempty"`

@@ -1755,6 +1755,214 @@ func (x *ForkSandboxResponse) GetOperationId() string {
 	return ""
 }
 
+type PauseSandboxRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	OperationId   string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxRequest) Reset() {
+	*x = PauseSandboxRequest{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxRequest) ProtoMessage() {}
+
+func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
+func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *PauseSandboxRequest) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+func (x *PauseSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type PauseSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	OperationId   string                 `protobuf:"bytes,2,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxResponse) Reset() {
+	*x = PauseSandboxResponse{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxResponse) ProtoMessage() {}
+
+func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
+func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *PauseSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *PauseSandboxResponse) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+type ResumeSandboxRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	OperationId   string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxRequest) Reset() {
+	*x = ResumeSandboxRequest{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxRequest) ProtoMessage() {}
+
+func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ResumeSandboxRequest) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+func (x *ResumeSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type ResumeSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	OperationId   string                 `protobuf:"bytes,2,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxResponse) Reset() {
+	*x = ResumeSandboxResponse{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxResponse) ProtoMessage() {}
+
+func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ResumeSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *ResumeSandboxResponse) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
 var File_dormouse_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_sandbox_proto_rawDesc = "" +
@@ -1905,7 +2113,19 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x13ForkSandboxResponse\x122\n" +
 	"\tsandboxes\x18\x01 \x03(\v2\x14.dormouse.v1.SandboxR\tsandboxes\x12!\n" +
 	"\fsnapshot_uid\x18\x02 \x01(\tR\vsnapshotUid\x12!\n" +
-	"\foperation_id\x18\x03 \x01(\tR\voperationId*\xc3\x02\n" +
+	"\foperation_id\x18\x03 \x01(\tR\voperationId\"J\n" +
+	"\x13PauseSandboxRequest\x12!\n" +
+	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"i\n" +
+	"\x14PauseSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId\"K\n" +
+	"\x14ResumeSandboxRequest\x12!\n" +
+	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"j\n" +
+	"\x15ResumeSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId*\xc3\x02\n" +
 	"\fSandboxPhase\x12\x1d\n" +
 	"\x19SANDBOX_PHASE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15SANDBOX_PHASE_PENDING\x10\x01\x12\x1a\n" +
@@ -1927,7 +2147,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x19VOLUME_POLICY_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12VOLUME_POLICY_SAME\x10\x01\x12\x17\n" +
 	"\x13VOLUME_POLICY_CLONE\x10\x02\x12\x19\n" +
-	"\x15VOLUME_POLICY_REPLACE\x10\x032\xd5\x05\n" +
+	"\x15VOLUME_POLICY_REPLACE\x10\x032\x82\a\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.dormouse.v1.CreateSandboxRequest\x1a\".dormouse.v1.CreateSandboxResponse\x12M\n" +
 	"\n" +
@@ -1937,7 +2157,9 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x0eWatchSandboxes\x12\".dormouse.v1.WatchSandboxesRequest\x1a#.dormouse.v1.WatchSandboxesResponse0\x01\x12b\n" +
 	"\x11CheckpointSandbox\x12%.dormouse.v1.CheckpointSandboxRequest\x1a&.dormouse.v1.CheckpointSandboxResponse\x12Y\n" +
 	"\x0eRestoreSandbox\x12\".dormouse.v1.RestoreSandboxRequest\x1a#.dormouse.v1.RestoreSandboxResponse\x12P\n" +
-	"\vForkSandbox\x12\x1f.dormouse.v1.ForkSandboxRequest\x1a .dormouse.v1.ForkSandboxResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
+	"\vForkSandbox\x12\x1f.dormouse.v1.ForkSandboxRequest\x1a .dormouse.v1.ForkSandboxResponse\x12S\n" +
+	"\fPauseSandbox\x12 .dormouse.v1.PauseSandboxRequest\x1a!.dormouse.v1.PauseSandboxResponse\x12V\n" +
+	"\rResumeSandbox\x12!.dormouse.v1.ResumeSandboxRequest\x1a\".dormouse.v1.ResumeSandboxResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
 
 var (
 	file_dormouse_v1_sandbox_proto_rawDescOnce sync.Once
@@ -1952,7 +2174,7 @@ func file_dormouse_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(SandboxPhase)(0),                 // 0: dormouse.v1.SandboxPhase
 	(NetworkMode)(0),                  // 1: dormouse.v1.NetworkMode
@@ -1979,70 +2201,80 @@ var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(*RestoreSandboxResponse)(nil),    // 22: dormouse.v1.RestoreSandboxResponse
 	(*ForkSandboxRequest)(nil),        // 23: dormouse.v1.ForkSandboxRequest
 	(*ForkSandboxResponse)(nil),       // 24: dormouse.v1.ForkSandboxResponse
-	nil,                               // 25: dormouse.v1.SandboxSpec.EnvEntry
-	nil,                               // 26: dormouse.v1.SandboxSpec.NodeSelectorEntry
-	nil,                               // 27: dormouse.v1.CreateSandboxRequest.LabelsEntry
-	nil,                               // 28: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	nil,                               // 29: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	nil,                               // 30: dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	nil,                               // 31: dormouse.v1.ForkSandboxRequest.LabelsEntry
-	(*Condition)(nil),                 // 32: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil),     // 33: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),       // 34: google.protobuf.Duration
-	(*ObjectMeta)(nil),                // 35: dormouse.v1.ObjectMeta
-	(*Snapshot)(nil),                  // 36: dormouse.v1.Snapshot
+	(*PauseSandboxRequest)(nil),       // 25: dormouse.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),      // 26: dormouse.v1.PauseSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 27: dormouse.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 28: dormouse.v1.ResumeSandboxResponse
+	nil,                               // 29: dormouse.v1.SandboxSpec.EnvEntry
+	nil,                               // 30: dormouse.v1.SandboxSpec.NodeSelectorEntry
+	nil,                               // 31: dormouse.v1.CreateSandboxRequest.LabelsEntry
+	nil,                               // 32: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	nil,                               // 33: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	nil,                               // 34: dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	nil,                               // 35: dormouse.v1.ForkSandboxRequest.LabelsEntry
+	(*Condition)(nil),                 // 36: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil),     // 37: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),       // 38: google.protobuf.Duration
+	(*ObjectMeta)(nil),                // 39: dormouse.v1.ObjectMeta
+	(*Snapshot)(nil),                  // 40: dormouse.v1.Snapshot
 }
 var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
-	25, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
+	29, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
 	3,  // 1: dormouse.v1.SandboxSpec.resources:type_name -> dormouse.v1.Resources
 	4,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
 	1,  // 3: dormouse.v1.SandboxSpec.network:type_name -> dormouse.v1.NetworkMode
-	26, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
+	30, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
 	0,  // 5: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
-	32, // 6: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
-	33, // 7: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	34, // 8: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	35, // 9: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	36, // 6: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
+	37, // 7: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	38, // 8: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
+	39, // 9: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
 	5,  // 10: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
 	6,  // 11: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
-	27, // 12: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
+	31, // 12: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
 	5,  // 13: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	28, // 14: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	32, // 14: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
 	7,  // 15: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	7,  // 16: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	0,  // 17: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
 	7,  // 18: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
 	7,  // 19: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	29, // 20: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	36, // 21: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	33, // 20: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	40, // 21: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
 	2,  // 22: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	30, // 23: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	34, // 23: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
 	20, // 24: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
 	7,  // 25: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	31, // 26: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	35, // 26: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
 	20, // 27: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
 	7,  // 28: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 29: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	10, // 30: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	12, // 31: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	14, // 32: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	16, // 33: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	18, // 34: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	21, // 35: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	23, // 36: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	9,  // 37: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	11, // 38: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	13, // 39: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	15, // 40: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	17, // 41: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	19, // 42: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	22, // 43: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	24, // 44: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	37, // [37:45] is the sub-list for method output_type
-	29, // [29:37] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	7,  // 29: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	7,  // 30: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 31: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	10, // 32: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	12, // 33: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	14, // 34: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	16, // 35: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	18, // 36: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	21, // 37: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	23, // 38: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	25, // 39: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	27, // 40: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	9,  // 41: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	11, // 42: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	13, // 43: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	15, // 44: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	17, // 45: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	19, // 46: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	22, // 47: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	24, // 48: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	26, // 49: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	28, // 50: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	41, // [41:51] is the sub-list for method output_type
+	31, // [31:41] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }
@@ -2059,7 +2291,7 @@ func file_dormouse_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_sandbox_proto_rawDesc), len(file_dormouse_v1_sandbox_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   29,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -917,6 +917,198 @@ func (x *SnapshotObservation) GetFreezeTime() *timestamppb.Timestamp {
 	return nil
 }
 
+type PauseSandboxRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Command       *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxRequest) Reset() {
+	*x = PauseSandboxRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxRequest) ProtoMessage() {}
+
+func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
+func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *PauseSandboxRequest) GetCommand() *Command {
+	if x != nil {
+		return x.Command
+	}
+	return nil
+}
+
+func (x *PauseSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type PauseSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxResponse) Reset() {
+	*x = PauseSandboxResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxResponse) ProtoMessage() {}
+
+func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
+func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *PauseSandboxResponse) GetSandbox() *SandboxObservation {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+type ResumeSandboxRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Command       *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxRequest) Reset() {
+	*x = ResumeSandboxRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxRequest) ProtoMessage() {}
+
+func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ResumeSandboxRequest) GetCommand() *Command {
+	if x != nil {
+		return x.Command
+	}
+	return nil
+}
+
+func (x *ResumeSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type ResumeSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxResponse) Reset() {
+	*x = ResumeSandboxResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxResponse) ProtoMessage() {}
+
+func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ResumeSandboxResponse) GetSandbox() *SandboxObservation {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
 type DeleteSnapshotRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Command       *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
@@ -927,7 +1119,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -939,7 +1131,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -952,7 +1144,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DeleteSnapshotRequest) GetCommand() *Command {
@@ -977,7 +1169,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -989,7 +1181,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1002,7 +1194,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{13}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 type CreateVolumeRequest struct {
@@ -1020,7 +1212,7 @@ type CreateVolumeRequest struct {
 
 func (x *CreateVolumeRequest) Reset() {
 	*x = CreateVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1032,7 +1224,7 @@ func (x *CreateVolumeRequest) String() string {
 func (*CreateVolumeRequest) ProtoMessage() {}
 
 func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1045,7 +1237,7 @@ func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeRequest.ProtoReflect.Descriptor instead.
 func (*CreateVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CreateVolumeRequest) GetCommand() *Command {
@@ -1092,7 +1284,7 @@ type CreateVolumeResponse struct {
 
 func (x *CreateVolumeResponse) Reset() {
 	*x = CreateVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1104,7 +1296,7 @@ func (x *CreateVolumeResponse) String() string {
 func (*CreateVolumeResponse) ProtoMessage() {}
 
 func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1117,7 +1309,7 @@ func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeResponse.ProtoReflect.Descriptor instead.
 func (*CreateVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CreateVolumeResponse) GetVolume() *VolumeObservation {
@@ -1139,7 +1331,7 @@ type VolumeObservation struct {
 
 func (x *VolumeObservation) Reset() {
 	*x = VolumeObservation{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1151,7 +1343,7 @@ func (x *VolumeObservation) String() string {
 func (*VolumeObservation) ProtoMessage() {}
 
 func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1164,7 +1356,7 @@ func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeObservation.ProtoReflect.Descriptor instead.
 func (*VolumeObservation) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *VolumeObservation) GetUid() string {
@@ -1205,7 +1397,7 @@ type DeleteVolumeRequest struct {
 
 func (x *DeleteVolumeRequest) Reset() {
 	*x = DeleteVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1217,7 +1409,7 @@ func (x *DeleteVolumeRequest) String() string {
 func (*DeleteVolumeRequest) ProtoMessage() {}
 
 func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1230,7 +1422,7 @@ func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeRequest.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *DeleteVolumeRequest) GetCommand() *Command {
@@ -1255,7 +1447,7 @@ type DeleteVolumeResponse struct {
 
 func (x *DeleteVolumeResponse) Reset() {
 	*x = DeleteVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1267,7 +1459,7 @@ func (x *DeleteVolumeResponse) String() string {
 func (*DeleteVolumeResponse) ProtoMessage() {}
 
 func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1280,7 +1472,7 @@ func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeResponse.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 type PullImageRequest struct {
@@ -1293,7 +1485,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1305,7 +1497,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1318,7 +1510,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PullImageRequest) GetCommand() *Command {
@@ -1348,7 +1540,7 @@ type PullImageResponse struct {
 
 func (x *PullImageResponse) Reset() {
 	*x = PullImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1360,7 +1552,7 @@ func (x *PullImageResponse) String() string {
 func (*PullImageResponse) ProtoMessage() {}
 
 func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1373,7 +1565,7 @@ func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageResponse.ProtoReflect.Descriptor instead.
 func (*PullImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PullImageResponse) GetEvent() isPullImageResponse_Event {
@@ -1427,7 +1619,7 @@ type RemoveImageRequest struct {
 
 func (x *RemoveImageRequest) Reset() {
 	*x = RemoveImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1439,7 +1631,7 @@ func (x *RemoveImageRequest) String() string {
 func (*RemoveImageRequest) ProtoMessage() {}
 
 func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1452,7 +1644,7 @@ func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageRequest.ProtoReflect.Descriptor instead.
 func (*RemoveImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *RemoveImageRequest) GetCommand() *Command {
@@ -1477,7 +1669,7 @@ type RemoveImageResponse struct {
 
 func (x *RemoveImageResponse) Reset() {
 	*x = RemoveImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1489,7 +1681,7 @@ func (x *RemoveImageResponse) String() string {
 func (*RemoveImageResponse) ProtoMessage() {}
 
 func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1502,7 +1694,7 @@ func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageResponse.ProtoReflect.Descriptor instead.
 func (*RemoveImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 type GetInventoryRequest struct {
@@ -1513,7 +1705,7 @@ type GetInventoryRequest struct {
 
 func (x *GetInventoryRequest) Reset() {
 	*x = GetInventoryRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1525,7 +1717,7 @@ func (x *GetInventoryRequest) String() string {
 func (*GetInventoryRequest) ProtoMessage() {}
 
 func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1538,7 +1730,7 @@ func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryRequest.ProtoReflect.Descriptor instead.
 func (*GetInventoryRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 type GetInventoryResponse struct {
@@ -1553,7 +1745,7 @@ type GetInventoryResponse struct {
 
 func (x *GetInventoryResponse) Reset() {
 	*x = GetInventoryResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1565,7 +1757,7 @@ func (x *GetInventoryResponse) String() string {
 func (*GetInventoryResponse) ProtoMessage() {}
 
 func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1578,7 +1770,7 @@ func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryResponse.ProtoReflect.Descriptor instead.
 func (*GetInventoryResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetInventoryResponse) GetSandboxes() []*SandboxObservation {
@@ -1633,7 +1825,7 @@ type Hello struct {
 
 func (x *Hello) Reset() {
 	*x = Hello{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1645,7 +1837,7 @@ func (x *Hello) String() string {
 func (*Hello) ProtoMessage() {}
 
 func (x *Hello) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1658,7 +1850,7 @@ func (x *Hello) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hello.ProtoReflect.Descriptor instead.
 func (*Hello) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Hello) GetNode() string {
@@ -1757,7 +1949,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1769,7 +1961,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1782,7 +1974,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Heartbeat) GetProblems() map[string]string {
@@ -1817,7 +2009,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1829,7 +2021,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1842,7 +2034,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Report) GetId() uint64 {
@@ -1873,7 +2065,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1885,7 +2077,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1898,7 +2090,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SessionRequest) GetMessage() isSessionRequest_Message {
@@ -1968,7 +2160,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1980,7 +2172,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1993,7 +2185,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Welcome) GetSessionEpoch() uint64 {
@@ -2025,7 +2217,7 @@ type HeartbeatAck struct {
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2037,7 +2229,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2050,7 +2242,7 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 type ReportAck struct {
@@ -2064,7 +2256,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2076,7 +2268,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2089,7 +2281,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -2120,7 +2312,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2132,7 +2324,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2145,7 +2337,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -2295,7 +2487,17 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x06freeze\x18\f \x01(\v2\x19.google.protobuf.DurationR\x06freeze\x12/\n" +
 	"\x05files\x18\r \x03(\v2\x19.dormouse.v1.SnapshotFileR\x05files\x12;\n" +
 	"\vfreeze_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"freezeTime\"^\n" +
+	"freezeTime\"\\\n" +
+	"\x13PauseSandboxRequest\x123\n" +
+	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"V\n" +
+	"\x14PauseSandboxResponse\x12>\n" +
+	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"]\n" +
+	"\x14ResumeSandboxRequest\x123\n" +
+	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"W\n" +
+	"\x15ResumeSandboxResponse\x12>\n" +
+	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"^\n" +
 	"\x15DeleteSnapshotRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"\x18\n" +
@@ -2381,12 +2583,14 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\rheartbeat_ack\x18\x02 \x01(\v2\x1e.dormouse.node.v1.HeartbeatAckH\x00R\fheartbeatAck\x12<\n" +
 	"\n" +
 	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAckB\t\n" +
-	"\amessage2\xd8\a\n" +
+	"\amessage2\x99\t\n" +
 	"\fAgentService\x12]\n" +
 	"\fStartSandbox\x12%.dormouse.node.v1.StartSandboxRequest\x1a&.dormouse.node.v1.StartSandboxResponse\x12c\n" +
 	"\x0eRestoreSandbox\x12'.dormouse.node.v1.RestoreSandboxRequest\x1a(.dormouse.node.v1.RestoreSandboxResponse\x12`\n" +
 	"\rDeleteSandbox\x12&.dormouse.node.v1.DeleteSandboxRequest\x1a'.dormouse.node.v1.DeleteSandboxResponse\x12l\n" +
-	"\x11CheckpointSandbox\x12*.dormouse.node.v1.CheckpointSandboxRequest\x1a+.dormouse.node.v1.CheckpointSandboxResponse\x12c\n" +
+	"\x11CheckpointSandbox\x12*.dormouse.node.v1.CheckpointSandboxRequest\x1a+.dormouse.node.v1.CheckpointSandboxResponse\x12]\n" +
+	"\fPauseSandbox\x12%.dormouse.node.v1.PauseSandboxRequest\x1a&.dormouse.node.v1.PauseSandboxResponse\x12`\n" +
+	"\rResumeSandbox\x12&.dormouse.node.v1.ResumeSandboxRequest\x1a'.dormouse.node.v1.ResumeSandboxResponse\x12c\n" +
 	"\x0eDeleteSnapshot\x12'.dormouse.node.v1.DeleteSnapshotRequest\x1a(.dormouse.node.v1.DeleteSnapshotResponse\x12]\n" +
 	"\fCreateVolume\x12%.dormouse.node.v1.CreateVolumeRequest\x1a&.dormouse.node.v1.CreateVolumeResponse\x12]\n" +
 	"\fDeleteVolume\x12%.dormouse.node.v1.DeleteVolumeRequest\x1a&.dormouse.node.v1.DeleteVolumeResponse\x12V\n" +
@@ -2408,7 +2612,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -2422,113 +2626,125 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*CheckpointSandboxRequest)(nil),  // 9: dormouse.node.v1.CheckpointSandboxRequest
 	(*CheckpointSandboxResponse)(nil), // 10: dormouse.node.v1.CheckpointSandboxResponse
 	(*SnapshotObservation)(nil),       // 11: dormouse.node.v1.SnapshotObservation
-	(*DeleteSnapshotRequest)(nil),     // 12: dormouse.node.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),    // 13: dormouse.node.v1.DeleteSnapshotResponse
-	(*CreateVolumeRequest)(nil),       // 14: dormouse.node.v1.CreateVolumeRequest
-	(*CreateVolumeResponse)(nil),      // 15: dormouse.node.v1.CreateVolumeResponse
-	(*VolumeObservation)(nil),         // 16: dormouse.node.v1.VolumeObservation
-	(*DeleteVolumeRequest)(nil),       // 17: dormouse.node.v1.DeleteVolumeRequest
-	(*DeleteVolumeResponse)(nil),      // 18: dormouse.node.v1.DeleteVolumeResponse
-	(*PullImageRequest)(nil),          // 19: dormouse.node.v1.PullImageRequest
-	(*PullImageResponse)(nil),         // 20: dormouse.node.v1.PullImageResponse
-	(*RemoveImageRequest)(nil),        // 21: dormouse.node.v1.RemoveImageRequest
-	(*RemoveImageResponse)(nil),       // 22: dormouse.node.v1.RemoveImageResponse
-	(*GetInventoryRequest)(nil),       // 23: dormouse.node.v1.GetInventoryRequest
-	(*GetInventoryResponse)(nil),      // 24: dormouse.node.v1.GetInventoryResponse
-	(*Hello)(nil),                     // 25: dormouse.node.v1.Hello
-	(*Heartbeat)(nil),                 // 26: dormouse.node.v1.Heartbeat
-	(*Report)(nil),                    // 27: dormouse.node.v1.Report
-	(*SessionRequest)(nil),            // 28: dormouse.node.v1.SessionRequest
-	(*Welcome)(nil),                   // 29: dormouse.node.v1.Welcome
-	(*HeartbeatAck)(nil),              // 30: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 31: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 32: dormouse.node.v1.SessionResponse
-	nil,                               // 33: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 34: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 35: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 36: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 37: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 38: google.protobuf.Timestamp
-	(*v1.VolumeReference)(nil),        // 39: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 40: google.protobuf.Duration
-	(*v1.SnapshotFile)(nil),           // 41: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 42: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 43: dormouse.v1.Image
-	(*v1.NodeResources)(nil),          // 44: dormouse.v1.NodeResources
-	(*v1.Error)(nil),                  // 45: dormouse.v1.Error
+	(*PauseSandboxRequest)(nil),       // 12: dormouse.node.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),      // 13: dormouse.node.v1.PauseSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 14: dormouse.node.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 15: dormouse.node.v1.ResumeSandboxResponse
+	(*DeleteSnapshotRequest)(nil),     // 16: dormouse.node.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),    // 17: dormouse.node.v1.DeleteSnapshotResponse
+	(*CreateVolumeRequest)(nil),       // 18: dormouse.node.v1.CreateVolumeRequest
+	(*CreateVolumeResponse)(nil),      // 19: dormouse.node.v1.CreateVolumeResponse
+	(*VolumeObservation)(nil),         // 20: dormouse.node.v1.VolumeObservation
+	(*DeleteVolumeRequest)(nil),       // 21: dormouse.node.v1.DeleteVolumeRequest
+	(*DeleteVolumeResponse)(nil),      // 22: dormouse.node.v1.DeleteVolumeResponse
+	(*PullImageRequest)(nil),          // 23: dormouse.node.v1.PullImageRequest
+	(*PullImageResponse)(nil),         // 24: dormouse.node.v1.PullImageResponse
+	(*RemoveImageRequest)(nil),        // 25: dormouse.node.v1.RemoveImageRequest
+	(*RemoveImageResponse)(nil),       // 26: dormouse.node.v1.RemoveImageResponse
+	(*GetInventoryRequest)(nil),       // 27: dormouse.node.v1.GetInventoryRequest
+	(*GetInventoryResponse)(nil),      // 28: dormouse.node.v1.GetInventoryResponse
+	(*Hello)(nil),                     // 29: dormouse.node.v1.Hello
+	(*Heartbeat)(nil),                 // 30: dormouse.node.v1.Heartbeat
+	(*Report)(nil),                    // 31: dormouse.node.v1.Report
+	(*SessionRequest)(nil),            // 32: dormouse.node.v1.SessionRequest
+	(*Welcome)(nil),                   // 33: dormouse.node.v1.Welcome
+	(*HeartbeatAck)(nil),              // 34: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 35: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 36: dormouse.node.v1.SessionResponse
+	nil,                               // 37: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 38: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 39: dormouse.node.v1.Heartbeat.ProblemsEntry
+	(*v1.SandboxSpec)(nil),            // 40: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 41: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 42: google.protobuf.Timestamp
+	(*v1.VolumeReference)(nil),        // 43: dormouse.v1.VolumeReference
+	(*durationpb.Duration)(nil),       // 44: google.protobuf.Duration
+	(*v1.SnapshotFile)(nil),           // 45: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 46: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 47: dormouse.v1.Image
+	(*v1.NodeResources)(nil),          // 48: dormouse.v1.NodeResources
+	(*v1.Error)(nil),                  // 49: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	36, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	33, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	40, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	37, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	37, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	38, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	41, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	42, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
 	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
 	3,  // 8: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 9: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 10: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	11, // 11: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	39, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	40, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	41, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	38, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
-	0,  // 16: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 17: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	16, // 18: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
-	0,  // 19: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 20: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	42, // 21: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	43, // 22: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	0,  // 23: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 24: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
-	11, // 25: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
-	16, // 26: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	43, // 27: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	34, // 28: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	44, // 29: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	44, // 30: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
-	24, // 31: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
-	35, // 32: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	44, // 33: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	43, // 34: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	3,  // 35: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	25, // 36: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	26, // 37: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	27, // 38: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	40, // 39: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	45, // 40: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	29, // 41: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	30, // 42: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	31, // 43: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 44: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 45: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	7,  // 46: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	9,  // 47: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	12, // 48: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	14, // 49: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	17, // 50: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	19, // 51: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	21, // 52: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	23, // 53: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	28, // 54: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 55: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	6,  // 56: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	8,  // 57: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	10, // 58: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	13, // 59: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	15, // 60: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	18, // 61: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	20, // 62: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	22, // 63: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	24, // 64: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	32, // 65: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	55, // [55:66] is the sub-list for method output_type
-	44, // [44:55] is the sub-list for method input_type
-	44, // [44:44] is the sub-list for extension type_name
-	44, // [44:44] is the sub-list for extension extendee
-	0,  // [0:44] is the sub-list for field type_name
+	43, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	44, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	45, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	42, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	0,  // 16: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 17: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 18: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 19: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 20: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 21: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	20, // 22: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
+	0,  // 23: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 24: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
+	46, // 25: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	47, // 26: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	0,  // 27: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 28: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
+	11, // 29: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
+	20, // 30: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
+	47, // 31: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	38, // 32: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	48, // 33: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	48, // 34: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	28, // 35: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
+	39, // 36: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	48, // 37: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	47, // 38: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	3,  // 39: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	29, // 40: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	30, // 41: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	31, // 42: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	44, // 43: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	49, // 44: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	33, // 45: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	34, // 46: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	35, // 47: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	1,  // 48: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 49: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	7,  // 50: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	9,  // 51: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	12, // 52: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	14, // 53: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	16, // 54: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	18, // 55: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	21, // 56: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	23, // 57: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	25, // 58: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	27, // 59: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	32, // 60: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 61: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	6,  // 62: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	8,  // 63: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	10, // 64: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	13, // 65: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	15, // 66: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	17, // 67: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	19, // 68: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	22, // 69: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	24, // 70: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	26, // 71: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	28, // 72: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	36, // 73: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	61, // [61:74] is the sub-list for method output_type
+	48, // [48:61] is the sub-list for method input_type
+	48, // [48:48] is the sub-list for extension type_name
+	48, // [48:48] is the sub-list for extension extendee
+	0,  // [0:48] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -2537,16 +2753,16 @@ func file_dormouse_node_v1_node_proto_init() {
 		return
 	}
 	file_dormouse_node_v1_node_proto_msgTypes[3].OneofWrappers = []any{}
-	file_dormouse_node_v1_node_proto_msgTypes[20].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[24].OneofWrappers = []any{
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[28].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[32].OneofWrappers = []any{
 		(*SessionRequest_Hello)(nil),
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[32].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[36].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
@@ -2557,7 +2773,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   36,
+			NumMessages:   40,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -23,6 +23,8 @@ const (
 	AgentService_RestoreSandbox_FullMethodName    = "/dormouse.node.v1.AgentService/RestoreSandbox"
 	AgentService_DeleteSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/DeleteSandbox"
 	AgentService_CheckpointSandbox_FullMethodName = "/dormouse.node.v1.AgentService/CheckpointSandbox"
+	AgentService_PauseSandbox_FullMethodName      = "/dormouse.node.v1.AgentService/PauseSandbox"
+	AgentService_ResumeSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/ResumeSandbox"
 	AgentService_DeleteSnapshot_FullMethodName    = "/dormouse.node.v1.AgentService/DeleteSnapshot"
 	AgentService_CreateVolume_FullMethodName      = "/dormouse.node.v1.AgentService/CreateVolume"
 	AgentService_DeleteVolume_FullMethodName      = "/dormouse.node.v1.AgentService/DeleteVolume"
@@ -51,6 +53,10 @@ type AgentServiceClient interface {
 	// CheckpointSandbox returns when the artefact is synced and renamed into place.
 	// Every failure ends with the sandbox running on.
 	CheckpointSandbox(ctx context.Context, in *CheckpointSandboxRequest, opts ...grpc.CallOption) (*CheckpointSandboxResponse, error)
+	// PauseSandbox returns when the sandbox stands still and that is recorded. Every failure ends with it running on.
+	PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*PauseSandboxResponse, error)
+	// ResumeSandbox returns when the sandbox runs.
+	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
 	// DeleteSnapshot returns when the artefact's absence was observed.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
 	// CreateVolume makes or copies a volume.
@@ -104,6 +110,26 @@ func (c *agentServiceClient) CheckpointSandbox(ctx context.Context, in *Checkpoi
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CheckpointSandboxResponse)
 	err := c.cc.Invoke(ctx, AgentService_CheckpointSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *agentServiceClient) PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*PauseSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PauseSandboxResponse)
+	err := c.cc.Invoke(ctx, AgentService_PauseSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *agentServiceClient) ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ResumeSandboxResponse)
+	err := c.cc.Invoke(ctx, AgentService_ResumeSandbox_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -199,6 +225,10 @@ type AgentServiceServer interface {
 	// CheckpointSandbox returns when the artefact is synced and renamed into place.
 	// Every failure ends with the sandbox running on.
 	CheckpointSandbox(context.Context, *CheckpointSandboxRequest) (*CheckpointSandboxResponse, error)
+	// PauseSandbox returns when the sandbox stands still and that is recorded. Every failure ends with it running on.
+	PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error)
+	// ResumeSandbox returns when the sandbox runs.
+	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
 	// DeleteSnapshot returns when the artefact's absence was observed.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
 	// CreateVolume makes or copies a volume.
@@ -229,6 +259,12 @@ func (UnimplementedAgentServiceServer) DeleteSandbox(context.Context, *DeleteSan
 }
 func (UnimplementedAgentServiceServer) CheckpointSandbox(context.Context, *CheckpointSandboxRequest) (*CheckpointSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CheckpointSandbox not implemented")
+}
+func (UnimplementedAgentServiceServer) PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method PauseSandbox not implemented")
+}
+func (UnimplementedAgentServiceServer) ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ResumeSandbox not implemented")
 }
 func (UnimplementedAgentServiceServer) DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteSnapshot not implemented")
@@ -337,6 +373,42 @@ func _AgentService_CheckpointSandbox_Handler(srv interface{}, ctx context.Contex
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(AgentServiceServer).CheckpointSandbox(ctx, req.(*CheckpointSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AgentService_PauseSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PauseSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).PauseSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_PauseSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).PauseSandbox(ctx, req.(*PauseSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AgentService_ResumeSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ResumeSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).ResumeSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_ResumeSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).ResumeSandbox(ctx, req.(*ResumeSandboxRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -464,6 +536,14 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CheckpointSandbox",
 			Handler:    _AgentService_CheckpointSandbox_Handler,
+		},
+		{
+			MethodName: "PauseSandbox",
+			Handler:    _AgentService_PauseSandbox_Handler,
+		},
+		{
+			MethodName: "ResumeSandbox",
+			Handler:    _AgentService_ResumeSandbox_Handler,
 		},
 		{
 			MethodName: "DeleteSnapshot",
