@@ -68,7 +68,7 @@ func Agentd() []string {
 func Coordinator() []string {
 	return slices.Concat(
 		around("commit", "send"),
-		around("node", "start", "restore", "checkpoint", "delete", "delete-snapshot", "delete-volume", "volume"),
+		around("node", "start", "restore", "checkpoint", "pause", "resume", "delete", "delete-snapshot", "delete-volume", "volume"),
 		around("operation", "drive"),
 		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
 	)

@@ -52,6 +52,9 @@ func matrix() []row {
 	add(agentd, "restore", restore, of("restore.")...)
 	add(agentd, "checkpoint", capture, of("checkpoint.", "artefact.")...)
 	add(agentd, "delete", remove, of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release")...)
+	add(agentd, "pause", pause, of("pause.")...)
+	add(agentd, "resume", resume, of("resume.")...)
+	add(agentd, "checkpoint-paused", capturePaused, "checkpoint.freezing.after", "checkpoint.save.after", "checkpoint.record.after")
 	add(agentd, "delete-snapshot", dropSnapshot, of("snapshot.")...)
 	add(agentd, "end", ending, of("stop.")...)
 	made := of("volume.record", "volume.stage", "volume.fill", "volume.meta", "volume.rename")
@@ -64,6 +67,7 @@ func matrix() []row {
 	// Twice in a row, and in the middle of what the first death left to do.
 	add(agentd, "checkpoint", capture, "checkpoint.save.after+recover.resume.after", "artefact.rename.after+recover.snapshot.after",
 		"artefact.manifest.after+recover.snapshot.after+recover.resume.after", "checkpoint.record.after+recover.reconcile.after")
+	add(agentd, "pause", pause, "pause.frozen.after+recover.resume.after", "pause.intent.after+pause.frozen.after+recover.sandbox.after")
 	add(agentd, "create", create, "start.runtime.after+delete.runtime.after", "start.running.before+delete.volumes.after+recover.sandbox.after",
 		"start.handle.after+recover.reconcile.before", "runtime.launched.after+runtime.killed.after", "start.running.after+recover.sandbox.after")
 	add(agentd, "delete", remove, "delete.runtime.after+delete.volumes.after+delete.record.after", "delete.intent.after+delete.intent.after")
@@ -84,6 +88,8 @@ func coordinatorRows() []row {
 		{"create", create, []string{"start"}},
 		{"restore", restore, []string{"restore"}},
 		{"checkpoint", capture, []string{"checkpoint"}},
+		{"pause", pause, []string{"pause"}},
+		{"resume", resume, []string{"resume"}},
 		{"fork", fork, []string{"checkpoint", "volume", "restore"}},
 		{"delete", remove, []string{"delete"}},
 		{"delete-snapshot", dropSnapshot, []string{"delete-snapshot"}},

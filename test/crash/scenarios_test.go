@@ -145,6 +145,82 @@ func capture(w *world) operation {
 	}
 }
 
+// pause is a sandbox of its own that stands still, and goes on afterwards as if nothing had been.
+func pause(w *world) operation {
+	s := w.newSandbox()
+	me, _ := w.talk(s)
+	id := uid.New()
+	return operation{
+		id:  id,
+		run: func(ctx context.Context) error { return s.Pause(ctx, id) },
+		check: func() {
+			w.isPaused(s)
+			w.ok(s.Resume(w.ctx, ""))
+			if again, _ := w.talk(s); again != me {
+				w.Fatalf("it was %s, and is %s", me, again)
+			}
+		},
+		clean: func() { w.drop(s) },
+	}
+}
+
+func resume(w *world) operation {
+	s := w.newSandbox()
+	me, _ := w.talk(s)
+	w.ok(s.Pause(w.ctx, ""))
+	id := uid.New()
+	return operation{
+		id:  id,
+		run: func(ctx context.Context) error { return s.Resume(ctx, id) },
+		check: func() {
+			if again, _ := w.talk(s); again != me {
+				w.Fatalf("it was %s, and is %s", me, again)
+			}
+		},
+		clean: func() { w.drop(s) },
+	}
+}
+
+// capturePaused takes a snapshot of a paused sandbox, which stays paused.
+func capturePaused(w *world) operation {
+	s := w.newSandbox()
+	me, _ := w.talk(s)
+	w.ok(s.Pause(w.ctx, ""))
+	var made *client.Snapshot
+	req := &dormousev1.CheckpointSandboxRequest{OperationId: uid.New()}
+	return operation{
+		id:  req.OperationId,
+		run: func(ctx context.Context) (err error) { made, err = s.Checkpoint(ctx, req); return err },
+		check: func() {
+			w.isPaused(s)
+			restored, err := made.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
+			w.ok(err)
+			if again, _ := w.talk(restored); again != me {
+				w.Fatalf("what was captured was %s, not %s", again, me)
+			}
+			w.drop(restored)
+		},
+		clean: func() {
+			w.drop(s)
+			w.ok(gone(made.Delete(w.ctx, "")))
+		},
+	}
+}
+
+// isPaused waits until the record says so: the operation's answer is of the moment in which it ended.
+func (w *world) isPaused(s *client.Sandbox) {
+	w.Helper()
+	w.await("it is paused", func() error {
+		if err := s.Refresh(w.ctx); err != nil {
+			return err
+		}
+		if p := s.Last.GetStatus().GetPhase(); p != dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED {
+			return fmt.Errorf("it is %s", p)
+		}
+		return nil
+	})
+}
+
 func remove(w *world) operation {
 	v := w.newVolume("")
 	s := w.newSandbox(v)

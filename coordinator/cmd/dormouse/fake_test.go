@@ -152,6 +152,34 @@ func (f *fake) ListSandboxes(_ context.Context, r *dormousev1.ListSandboxesReque
 	return resp, nil
 }
 
+// turn changes the phase of a sandbox.
+func (f *fake) turn(uid string, to dormousev1.SandboxPhase) (*dormousev1.Sandbox, error) {
+	s, err := f.sandbox(uid)
+	if err != nil {
+		return nil, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s.Status.Phase = to
+	return s, nil
+}
+
+func (f *fake) PauseSandbox(_ context.Context, r *dormousev1.PauseSandboxRequest) (*dormousev1.PauseSandboxResponse, error) {
+	if err := f.note("PauseSandbox", r); err != nil {
+		return nil, err
+	}
+	s, err := f.turn(r.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED)
+	return &dormousev1.PauseSandboxResponse{Sandbox: s}, err
+}
+
+func (f *fake) ResumeSandbox(_ context.Context, r *dormousev1.ResumeSandboxRequest) (*dormousev1.ResumeSandboxResponse, error) {
+	if err := f.note("ResumeSandbox", r); err != nil {
+		return nil, err
+	}
+	s, err := f.turn(r.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING)
+	return &dormousev1.ResumeSandboxResponse{Sandbox: s}, err
+}
+
 func (f *fake) DeleteSandbox(_ context.Context, r *dormousev1.DeleteSandboxRequest) (*dormousev1.DeleteSandboxResponse, error) {
 	if err := f.note("DeleteSandbox", r); err != nil {
 		return nil, err

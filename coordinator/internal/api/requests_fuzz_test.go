@@ -363,6 +363,16 @@ func (n *willing) CheckpointSandbox(context.Context, string, operations.Command,
 	return snapshot.Status{SizeBytes: 1}, n.session, nil
 }
 
+func (n *willing) PauseSandbox(_ context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
+	o := n.observed(c, u)
+	o.Phase = sandbox.Paused
+	return o, nil
+}
+
+func (n *willing) ResumeSandbox(_ context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
+	return n.observed(c, u), nil
+}
+
 func (n *willing) DeleteSnapshot(context.Context, string, operations.Command, string) (fence.Epoch, error) {
 	return n.session, nil
 }

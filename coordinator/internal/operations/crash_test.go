@@ -52,6 +52,18 @@ func refuse(verb string, reason errs.Reason) func(v, u string) error {
 	}
 }
 
+func pause(u string) run {
+	return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {
+		return e.PauseSandbox(ctx, c, operations.Turn{UID: u})
+	}
+}
+
+func resume(u string) run {
+	return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {
+		return e.ResumeSandbox(ctx, c, operations.Turn{UID: u})
+	}
+}
+
 type run = func(context.Context, *term, operations.Call) (*operations.Operation, error)
 
 func scenes() []scene {
@@ -76,6 +88,14 @@ func scenes() []scene {
 			return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {
 				return e.CheckpointSandbox(ctx, c, operations.CheckpointSandbox{UID: u, Name: "snap"})
 			}
+		}},
+		{name: "pause", setUp: func(t *testing.T, e *term) run { return pause(madeSandbox(t, e, madeVolume(t, e, "data"))) }},
+		{name: "pause fails", want: errs.GuestSilent, fail: refuse("pause", errs.GuestSilent),
+			setUp: func(t *testing.T, e *term) run { return pause(madeSandbox(t, e)) }},
+		{name: "resume", setUp: func(t *testing.T, e *term) run {
+			u := madeSandbox(t, e)
+			must(pause(u)(context.Background(), e, call("")))(t)
+			return resume(u)
 		}},
 		{name: "restore with a clone", setUp: func(t *testing.T, e *term) run {
 			snap := madeSnapshot(t, e, madeSandbox(t, e, madeVolume(t, e, "data")))

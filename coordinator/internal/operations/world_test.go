@@ -50,7 +50,7 @@ func newWorld(t *testing.T) *world { return newWorldOn(t, memory.New(memory.Opti
 // newWorldOn has its catalog in a store, which it closes.
 func newWorldOn(t *testing.T, store catalog.Store) *world {
 	w := &world{t: t, store: store, down: make(chan struct{}), gone: make(chan struct{})}
-	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
+	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, paused: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
 	w.nodes = &fakeNodes{all: []placement.Node{{Name: "n1", Online: true, Allocatable: placement.Resources{CPUMillis: 100_000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40}}}}
 	t.Cleanup(func() {
 		if err := w.store.Close(); err != nil {
@@ -164,6 +164,7 @@ type fakeNode struct {
 	sandboxes map[string]bool
 	snapshots map[string]bool
 	volumes   map[string]bool
+	paused    map[string]bool
 	answers   map[string]answer
 	calls     []string
 	fail      func(verb, uid string) error // a final answer of the node
@@ -209,7 +210,11 @@ func (n *fakeNode) do(ctx context.Context, c operations.Command, verb, u string,
 		effect()
 	}
 	n.number++
-	a.obs = operations.Observation{UID: u, Tenant: c.Tenant, Phase: sandbox.Running, ImageDigest: "sha256:image", Number: n.number, Session: n.epoch}
+	phase := sandbox.Running
+	if n.paused[u] {
+		phase = sandbox.Paused
+	}
+	a.obs = operations.Observation{UID: u, Tenant: c.Tenant, Phase: phase, ImageDigest: "sha256:image", Number: n.number, Session: n.epoch}
 	n.answers[c.ID] = a
 	return a, n.epoch, a.err
 }
@@ -268,6 +273,16 @@ func (a crashingAgents) CheckpointSandbox(ctx context.Context, _ string, c opera
 	return snapshot.Status{SizeBytes: 7, ImageDigest: "sha256:image", Freeze: 5 * time.Millisecond}, e, err
 }
 
+func (a crashingAgents) PauseSandbox(ctx context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "pause", u, func() { a.n.paused[u] = true })
+	return got.obs, err
+}
+
+func (a crashingAgents) ResumeSandbox(ctx context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "resume", u, func() { delete(a.n.paused, u) })
+	return got.obs, err
+}
+
 func (a crashingAgents) DeleteSnapshot(ctx context.Context, _ string, c operations.Command, u string) (fence.Epoch, error) {
 	_, e, err := a.do(ctx, c, "delete-snapshot", u, unset(a.n.snapshots, u))
 	return e, err
@@ -294,7 +309,9 @@ func (w *world) agree(t *term) {
 		on      map[string]bool
 		present func(catalog.Record) bool
 	}{
-		{catalog.KindSandbox, w.node.sandboxes, func(r catalog.Record) bool { return r.Phase == string(sandbox.Running) }},
+		{catalog.KindSandbox, w.node.sandboxes, func(r catalog.Record) bool {
+			return r.Phase == string(sandbox.Running) && !w.node.paused[r.UID] || r.Phase == string(sandbox.Paused) && w.node.paused[r.UID]
+		}},
 		{catalog.KindSnapshot, w.node.snapshots, func(r catalog.Record) bool { return r.Phase == string(snapshot.Ready) }},
 		{catalog.KindVolume, w.node.volumes, func(r catalog.Record) bool { return r.Phase == "Ready" }},
 	} {

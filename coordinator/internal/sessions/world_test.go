@@ -321,6 +321,14 @@ func (a *agents) CheckpointSandbox(context.Context, string, operations.Command, 
 	return snapshot.Status{SizeBytes: 7}, a.session(), nil
 }
 
+func (a *agents) PauseSandbox(context.Context, string, operations.Command, string) (operations.Observation, error) {
+	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
+}
+
+func (a *agents) ResumeSandbox(context.Context, string, operations.Command, string) (operations.Observation, error) {
+	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
+}
+
 func (a *agents) DeleteSnapshot(_ context.Context, _ string, _ operations.Command, u string) (fence.Epoch, error) {
 	return a.remove(u)
 }
