@@ -213,4 +213,3 @@ func (o *owner) stands() bool {
 	defer o.mu.Unlock()
 	return o.standing
 }
-
