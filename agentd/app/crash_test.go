@@ -55,7 +55,7 @@ func TestF10AgentdKilledAtCrashPoints(t *testing.T) {
 			t.Fatalf("%q %d", out, code)
 		}
 	}
-	for _, point := range []string{"start.intent.after", "start.volumes.after", "start.runtime.after", "start.handle.after", "start.running.before"} {
+	for _, point := range []string{"start.intent.after", "start.volumes.after", "start.runtime.after", "start.guest.after", "start.running.before"} {
 		id := uid.New()
 		b.crashAt(point, func() error {
 			_, err := b.agent.StartSandbox(ctx(t), &nodev1.StartSandboxRequest{Command: b.cmd(), Uid: id, Spec: &dormousev1.SandboxSpec{Image: b.image}})

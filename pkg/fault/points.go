@@ -3,7 +3,7 @@ package fault
 import "slices"
 
 // steps are those of making a sandbox, in their order.
-var steps = []string{"image", "volumes", "folder", "network", "spec", "runtime", "handle", "guest", "main", "running"}
+var steps = []string{"image", "volumes", "folder", "network", "spec", "runtime", "guest", "main", "running"}
 
 // around gives both points of each step.
 func around(area string, steps ...string) []string {

@@ -69,7 +69,7 @@ func matrix() []row {
 		"artefact.manifest.after+recover.snapshot.after+recover.resume.after", "checkpoint.record.after+recover.reconcile.after")
 	add(agentd, "pause", pause, "pause.frozen.after+recover.resume.after", "pause.intent.after+pause.frozen.after+recover.sandbox.after")
 	add(agentd, "create", create, "start.runtime.after+delete.runtime.after", "start.running.before+delete.volumes.after+recover.sandbox.after",
-		"start.handle.after+recover.reconcile.before", "runtime.launched.after+runtime.killed.after", "start.running.after+recover.sandbox.after")
+		"start.guest.before+recover.reconcile.before", "runtime.launched.after+runtime.killed.after", "start.running.after+recover.sandbox.after")
 	add(agentd, "delete", remove, "delete.runtime.after+delete.volumes.after+delete.record.after", "delete.intent.after+delete.intent.after")
 	add(agentd, "pull", pull, "image.build.after+recover.images.before", "image.file.after+recover.images.after")
 	for _, p := range of("session.", "recover.images", "recover.volumes", "recover.artefacts", "recover.reconcile", "recover.sandbox") {

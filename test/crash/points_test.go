@@ -75,7 +75,7 @@ var elsewhere = map[string]string{
 	"agentd/internal/nodestate.Close":             "start",
 	"agentd/internal/nodestate.update":            "start.intent.before start.intent.after",
 	"agentd/internal/nodestate.PutVolume":         "volume.record.after",
-	"agentd/internal/nodestate.PutSandbox":        "start.intent.after start.handle.after start.running.after delete.intent.after checkpoint.freezing.after stop.record.after",
+	"agentd/internal/nodestate.PutSandbox":        "start.intent.after start.running.after delete.intent.after checkpoint.freezing.after stop.record.after",
 	"agentd/internal/nodestate.PutSnapshot":       "checkpoint.intent.after checkpoint.record.after snapshot.intent.after",
 	"agentd/internal/nodestate.remove":            "delete.record.after snapshot.record.after volume.forget.after",
 	"agentd/internal/nodestate.PutCommand":        "command.keep.before command.keep.after",

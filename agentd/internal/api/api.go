@@ -90,10 +90,14 @@ type Server struct {
 	Inventory Inventory
 }
 
+// repeats are the methods that answer the same when they are done again after a success: a sandbox's
+// record names the command that made it, and what is deleted stays so.
+var repeats = map[string]bool{"StartSandbox": true, "RestoreSandbox": true, "DeleteSandbox": true}
+
 // command makes the command of a request. The body's digest leaves out what differs between retries, and
 // the values of secrets, whose digest would be a way to guess them.
 func command(kind string, c *nodev1.Command, body proto.Message) (runner.Command, error) {
-	cmd := runner.Command{Coordinator: fence.Epoch(c.GetCoordinatorEpoch()), Session: fence.Epoch(c.GetSessionEpoch()), ID: c.GetCommandId(), Kind: kind}
+	cmd := runner.Command{Coordinator: fence.Epoch(c.GetCoordinatorEpoch()), Session: fence.Epoch(c.GetSessionEpoch()), ID: c.GetCommandId(), Kind: kind, Repeats: repeats[kind]}
 	clean := proto.Clone(body)
 	m := clean.ProtoReflect()
 	m.Clear(m.Descriptor().Fields().ByName("command"))

@@ -25,7 +25,8 @@
 // # Invariants
 //
 //   - A record is written before the effect it announces (intent) and again before the effect is
-//     reported. Every write is synced when the call returns.
+//     reported. Every write is synced when the call returns, but for two that say so: acknowledgements
+//     (AckSandbox) and results that the records give again (PutCommandLater) go with the next one.
 //   - A write that failed is "maybe applied": the caller reads before it decides anything.
 //   - The coordinator's epoch never goes down, nor does a sandbox's observation counter.
 //   - Records hold no secret. Secret environment has no field here.

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"strconv"
+	"sync"
 	"time"
 
 	bolt "go.etcd.io/bbolt"
@@ -54,6 +55,8 @@ type Store struct {
 	commands int
 	now      func() time.Time
 	reports  reports
+	results  results
+	writing  sync.Mutex // of update: a result that waits is written once
 }
 
 // Open opens or makes the file, takes its lock, checks it and migrates it.
@@ -88,7 +91,7 @@ func Open(opts Options) (*Store, error) {
 // Close writes what waits and lets go of the file. Idempotent.
 func (s *Store) Close() error {
 	var err error
-	if len(s.reports.waiting()) > 0 {
+	if len(s.reports.waiting()) > 0 || len(s.results.waiting()) > 0 {
 		err = s.update(func(*bolt.Tx) error { return nil })
 		if errs.Has(err, errs.ShuttingDown) {
 			err = nil // closed before
@@ -306,17 +309,26 @@ func (s *Store) view(fn func(*bolt.Tx) error) error {
 	return s.fail(s.db.View(fn))
 }
 
-// update is one transaction, with the acknowledgements that wait for one.
+// update is one transaction, with the acknowledgements and results that wait for one. bbolt lets one
+// write at a time anyway.
 func (s *Store) update(fn func(*bolt.Tx) error) error {
-	acks := s.reports.waiting()
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	acks, results := s.reports.waiting(), s.results.waiting()
 	err := s.db.Update(func(tx *bolt.Tx) error {
 		if err := fn(tx); err != nil {
 			return err
+		}
+		for _, cmd := range results {
+			if err := s.writeCommand(tx, cmd); err != nil {
+				return err
+			}
 		}
 		return writeAcks(tx, acks)
 	})
 	if err == nil {
 		s.reports.written(acks)
+		s.results.written(len(results))
 	}
 	return s.fail(err)
 }

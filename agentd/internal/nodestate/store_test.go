@@ -188,6 +188,55 @@ func TestCommandsAreKeptInOrderAcrossAStepOfTheClock(t *testing.T) {
 	}
 }
 
+// A result that waits is known, goes with the next write whatever that is about, or with Close, and only a
+// crash before either forgets it.
+func TestResultsThatWaitAreWrittenWithTheNext(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s.db")
+	s := open(t, path, Options{})
+	has := func(id string, want bool) {
+		t.Helper()
+		cmd, ok, err := s.Command(id, "k", "d")
+		if err != nil || ok != want || ok && string(cmd.Result) != id {
+			t.Fatalf("command %s: %+v %v %v", id, cmd, ok, err)
+		}
+	}
+	later := func(id string) { s.PutCommandLater(Command{ID: id, Kind: "k", Digest: "d", Result: []byte(id)}) }
+	crash := func() {
+		t.Helper()
+		copied, err := os.ReadFile(path)
+		if err == nil {
+			path = filepath.Join(t.TempDir(), "s.db")
+			err = os.WriteFile(path, copied, 0o600)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		s = open(t, path, Options{})
+	}
+	later("a")
+	has("a", true)
+	_, _, err := s.Command("a", "k", "other")
+	wantReason(t, err, errs.OperationBodyMismatch)
+	crash()
+	has("a", false)
+	later("a")
+	later("b")
+	if err := s.PutVolume(Volume{UID: "v"}); err != nil {
+		t.Fatal(err)
+	}
+	later("c")
+	crash()
+	has("a", true)
+	has("b", true)
+	has("c", false)
+	later("d")
+	if err := errors.Join(s.Close(), s.Close()); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, path, Options{})
+	has("d", true)
+}
+
 func TestSecondAgentdIsKeptOut(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s.db")
 	open(t, path, Options{})

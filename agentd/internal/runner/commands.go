@@ -19,6 +19,9 @@ type Command struct {
 	ID                   string
 	// Kind is the method, Digest that of its body without epochs and request ids.
 	Kind, Digest string
+	// Repeats: done again after it succeeded it finds in the records that it was done, and answers the
+	// same. So its result need not be durable before it is given.
+	Repeats bool
 }
 
 // Commands admits mutations: it refuses who has lost ownership, and answers a command that was
@@ -166,6 +169,11 @@ func (c *Commands) runOnce(ctx context.Context, cmd Command, run func(ctx contex
 		}
 	}
 	fault.At("command.keep.before")
+	if cmd.Repeats && len(keep.Error) == 0 {
+		c.store.PutCommandLater(keep)
+		fault.At("command.keep.after")
+		return result, nil
+	}
 	if err := c.store.PutCommand(keep); err != nil {
 		// It was done, whatever the store says of itself: only the same command id may be asked again.
 		return nil, errs.From(err).WithOutcome(errs.Unknown, errs.SameOperation)

@@ -45,6 +45,23 @@ func TestCommandsRunOnce(t *testing.T) {
 			t.Errorf("%s ran %d times, want %d", reason, runs, kept)
 		}
 	}
+	// What the records would answer again is answered from what waits to be written; its failures are written.
+	cmd.ID, cmd.Repeats, runs = "again", true, 0
+	for range 2 {
+		got, err := c.Do(ctx(t), cmd, run)
+		if err != nil || string(got) != "done" || runs != 1 {
+			t.Fatalf("%q %v after %d runs", got, err, runs)
+		}
+	}
+	cmd.ID, runs = "failed", 0
+	for range 2 {
+		_, err := c.Do(ctx(t), cmd, func(context.Context) ([]byte, error) { runs++; return nil, errs.New(errs.ImageNotFound, "no") })
+		wantReason(t, err, errs.ImageNotFound)
+	}
+	if runs != 1 {
+		t.Errorf("ran %d times", runs)
+	}
+	cmd.Repeats = false
 	// A caller that goes away loses nothing.
 	cmd.ID = "gone"
 	call, cancel := context.WithCancel(ctx(t))

@@ -26,8 +26,8 @@
 //
 // # Invariants
 //
-//   - Intent before effect; the handle is durable before the guest is spoken to; Running is durable
-//     before it is reported.
+//   - Intent before effect; Running is durable, and the runtime's handle with it, before it is reported.
+//     A crash before that undoes what was begun, by the uid alone: the handle is for a sandbox that is kept.
 //   - A record is removed only after absence was observed: the driver knows the id no more, its control
 //     group and folder are gone, its volumes are detached and its image is released.
 //   - A teardown that failed leaves the record with intent delete, and is tried again: by the owner

@@ -202,8 +202,6 @@ func (o *owner) deleteRuntime(ctx context.Context) error {
 	return nil
 }
 
-func (o *owner) recordHandle(context.Context, *build) error { return o.put(o.rec) }
-
 func (o *owner) greetGuest(ctx context.Context, b *build) error {
 	if err := o.openChannel(ctx); err != nil {
 		return err

@@ -46,7 +46,6 @@ func (o *owner) steps(b *build) []step {
 		{name: "network", do: b.with(o.acquireNetwork), undo: o.releaseNetwork},
 		{name: "spec", do: b.with(o.makeSpec), undo: nothing},
 		{name: runtimeStep, do: b.with(o.startRuntime), undo: o.deleteRuntime},
-		{name: "handle", do: b.with(o.recordHandle), undo: nothing},
 		{name: "guest", do: b.with(o.greetGuest), undo: o.leaveGuest},
 		{name: "main", do: b.with(o.startMain), undo: nothing},
 		{name: "running", do: b.with(o.recordRunning), undo: nothing},

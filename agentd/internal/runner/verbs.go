@@ -37,7 +37,7 @@ type RestoreRequest struct {
 	Hostname          string
 }
 
-// Start makes a sandbox and returns when it runs and its handle is durable. The same command id again
+// Start makes a sandbox and returns when it runs and that is durable. The same command id again
 // gives the same sandbox. After an error nothing of the sandbox is left, or its removal is recorded and
 // goes on.
 func (n *Node) Start(ctx context.Context, req StartRequest) (nodestate.Sandbox, error) {
