@@ -40,8 +40,12 @@ func (e *Engine) CreateSandbox(ctx context.Context, c Call, req CreateSandbox) (
 		sb := e.newSandbox(op, req.Name, req.Labels, spec, held)
 		op.Plan.Copies = []Copy{{SandboxUID: sb.UID}}
 		var p puts
+		placed, err := e.placeAtOnce(ctx, r, sb, &p)
+		if err != nil {
+			return writes{}, err
+		}
 		p.add(fits(sb.Put()))
-		return writes{puts: p.all}, p.err
+		return writes{puts: p.all, placed: placed}, p.err
 	})
 }
 
@@ -80,15 +84,18 @@ func (e *Engine) makeCopies(ctx context.Context, t *task) error {
 		}
 	}
 	var fin func(*Operation, *records.Sandbox) (catalog.Put, error)
+	var last *Operation // of fin's last call
 	if len(plan.Copies) == 1 && t.op.Kind != KindForkSandbox {
 		fin = func(op *Operation, sb *records.Sandbox) (catalog.Put, error) {
 			done := *sb
 			done.Revision++
+			last = op
 			return e.ended(op, nil, func(r *Result) { r.Sandboxes = []*records.Sandbox{&done} })
 		}
 	}
 	group, groupCtx := errgroup.WithContext(ctx)
 	group.SetLimit(e.cfg.Parallel)
+	ended := false // by fin, of the only copy
 	for _, c := range plan.Copies {
 		group.Go(func() error {
 			for _, clone := range c.Clones {
@@ -96,11 +103,19 @@ func (e *Engine) makeCopies(ctx context.Context, t *task) error {
 					return err
 				}
 			}
-			return e.makeRun(groupCtx, t, c.SandboxUID, fin)
+			committed, err := e.makeRun(groupCtx, t, c.SandboxUID, fin)
+			if fin != nil && committed {
+				ended = true
+			}
+			return err
 		})
 	}
 	if err := group.Wait(); err != nil {
 		return err
+	}
+	if ended {
+		t.op = last
+		return nil
 	}
 	if err := e.reload(ctx, t); err != nil || t.op.State != Pending {
 		return err

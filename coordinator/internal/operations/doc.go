@@ -27,6 +27,8 @@
 // # Crash points
 //
 // After the accepting commit: the next leader loads all Pending operations and drives them.
+// That commit places a new sandbox too, where a node fits at once, so that it begins in Starting; the
+// ledger of what is placed is made anew from the records by each term.
 // Between a commit and the command it announces: the phase says so (Starting, Preparing, Creating,
 // Deleting), and the command is sent, again or for the first time.
 // Between a command's effect and the commit that records it: the command is sent again under its

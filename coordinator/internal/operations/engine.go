@@ -199,7 +199,11 @@ func (e *Engine) drive(t *task) {
 	fault.At("operation.drive.before")
 	delay := e.cfg.RetryMin
 	for t.op.State == Pending {
-		err := e.reload(e.ctx, t) // it may have ended since it was read
+		var err error
+		if !t.op.fresh { // else it may have ended since it was read
+			err = e.reload(e.ctx, t)
+		}
+		t.op.fresh = false
 		if err == nil && t.op.State == Pending {
 			err = e.step(e.ctx, t)
 		}

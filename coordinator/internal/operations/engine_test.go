@@ -141,6 +141,27 @@ func TestSecondAttachmentNamesTheHolder(t *testing.T) {
 	w.agree(e)
 }
 
+// Two commits make a sandbox: the one that accepts and places it, and the one that records that it runs
+// and ends the operation.
+func TestCreateIsTwoCommits(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	for _, volumes := range [][]string{nil, {madeVolume(t, e, "data")}} {
+		op := must(create("", volumes...)(context.Background(), e, call("")))(t)
+		rec, err := w.store.Get(context.Background(), records.OperationKey(tenant, op.ID))
+		if err != nil || rec.Revision != 2 {
+			t.Fatalf("the operation is at revision %d: %v", rec.Revision, err)
+		}
+		made := op.Result.Sandboxes[0]
+		rec, err = w.store.Get(context.Background(), records.SandboxKey(tenant, made.UID))
+		if err != nil || rec.Revision != 2 || made.Revision != 2 || made.Status.Phase != sandbox.Running {
+			t.Fatalf("the sandbox is at revision %d, the result says %d %s: %v", rec.Revision, made.Revision, made.Status.Phase, err)
+		}
+	}
+	w.agree(e)
+}
+
 func TestSharedVolumes(t *testing.T) {
 	w := newWorld(t)
 	e := w.lead()

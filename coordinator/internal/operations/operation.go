@@ -100,6 +100,8 @@ type Operation struct {
 	Done    time.Time   `json:"done,omitzero"`
 
 	revision uint64
+	// fresh: it has just been accepted here, so that what is recorded is known.
+	fresh bool
 }
 
 // UIDs lists what the operation makes or acts on.

@@ -15,39 +15,41 @@ import (
 
 // makeRun brings a Pending or Starting sandbox to Running (or Stopped, when its command was quick),
 // by what its record says. fin, if given, makes the write that ends the operation in the same
-// commit.
-func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) error {
+// commit. committed tells that this call made that commit.
+func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) (committed bool, err error) {
 	callCtx, leave, err := e.takeOff(ctx, uid)
 	if err != nil {
-		return err
+		return false, err
 	}
 	defer leave()
 	began := e.cfg.Now()
-	for {
+	for !committed {
 		sb, err := e.sandbox(ctx, e.cfg.Catalog, t.op.Tenant, uid)
 		if errs.Has(err, errs.ObjectNotFound) {
-			return finally(overtaken(uid))
+			return false, finally(overtaken(uid))
 		}
 		if err != nil {
-			return err
+			return false, err
 		}
 		switch sb.Status.Phase {
 		case sandbox.Pending:
 			err = e.placeSandbox(ctx, callCtx, t, sb, began)
 		case sandbox.Starting:
-			err = e.startOnNode(ctx, callCtx, t, sb, fin)
+			e.account(sb) // the reply to the commit that placed it may have been lost
+			committed, err = e.startOnNode(ctx, callCtx, t, sb, fin)
 		case sandbox.Deleting:
-			return finally(overtaken(uid))
+			return false, finally(overtaken(uid))
 		case sandbox.Failed:
-			return finally(errs.New(errs.SandboxFailed, "the sandbox failed (%s): %s", sb.Status.Reason, sb.Status.Message).
+			return false, finally(errs.New(errs.SandboxFailed, "the sandbox failed (%s): %s", sb.Status.Reason, sb.Status.Message).
 				With("uid", uid).With("step", "start").With("sandbox_reason", sb.Status.Reason))
 		default:
-			return nil
+			return false, nil
 		}
 		if err != nil && !errors.Is(err, errInterrupted) {
-			return err
+			return false, err
 		}
 	}
+	return true, nil
 }
 
 func overtaken(uid string) *errs.Error {
@@ -95,24 +97,9 @@ func (e *Engine) interrupt(ctx context.Context, uid string) error {
 // placeSandbox decides where, and commits Starting there before the node is told. A deletion ends the wait
 // for a node.
 func (e *Engine) placeSandbox(ctx, callCtx context.Context, t *task, sb *records.Sandbox, since time.Time) error {
-	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
-	for _, a := range sb.Attachments {
-		rec, err := e.cfg.Catalog.Get(ctx, records.VolumeKey(sb.Tenant, a.VolumeUID))
-		if err != nil {
-			return err
-		}
-		req.Volumes[a.VolumeUID] = rec.Node
-	}
-	if sb.SourceSnapshot != "" {
-		rec, err := e.cfg.Catalog.Get(ctx, records.SnapshotKey(sb.Tenant, sb.SourceSnapshot))
-		if err != nil {
-			return err
-		}
-		snap, err := records.SnapshotOf(rec)
-		if err != nil {
-			return err
-		}
-		req.Artefact = append([]string{}, snap.Status.Nodes...)
+	req, err := e.needs(ctx, e.cfg.Catalog, sb)
+	if err != nil {
+		return err
 	}
 	node, err := e.place(callCtx, sb.UID, req, since, func(why string) error {
 		_, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
@@ -131,10 +118,7 @@ func (e *Engine) placeSandbox(ctx, callCtx context.Context, t *task, sb *records
 		if sb.Status.Phase != sandbox.Pending {
 			return nil, errNothing
 		}
-		e.move(sb, sandbox.Starting, "", "")
-		sb.Status.Node = node
-		sb.Status.SetCondition(sandbox.Condition{Type: "Scheduled", Status: true, Reason: "Placed", Message: node, LastTransitionTime: e.now()})
-		ev, err := e.event(records.SandboxKey(sb.Tenant, sb.UID), "Scheduled", "placed on node "+node, false)
+		ev, err := e.placedOn(sb, node)
 		return []catalog.Put{ev}, err
 	})
 	if err != nil || committed == nil {
@@ -143,18 +127,87 @@ func (e *Engine) placeSandbox(ctx, callCtx context.Context, t *task, sb *records
 	return err
 }
 
+// needs is what a node must have to take the sandbox.
+func (e *Engine) needs(ctx context.Context, r catalog.Reader, sb *records.Sandbox) (placement.Request, error) {
+	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
+	for _, a := range sb.Attachments {
+		rec, err := r.Get(ctx, records.VolumeKey(sb.Tenant, a.VolumeUID))
+		if err != nil {
+			return req, err
+		}
+		req.Volumes[a.VolumeUID] = rec.Node
+	}
+	if sb.SourceSnapshot == "" {
+		return req, nil
+	}
+	rec, err := r.Get(ctx, records.SnapshotKey(sb.Tenant, sb.SourceSnapshot))
+	if err != nil {
+		return req, err
+	}
+	snap, err := records.SnapshotOf(rec)
+	if err == nil {
+		req.Artefact = append([]string{}, snap.Status.Nodes...)
+	}
+	return req, err
+}
+
+// placedOn moves a Pending sandbox to Starting on the node, and makes the event that says so.
+func (e *Engine) placedOn(sb *records.Sandbox, node string) (catalog.Put, error) {
+	e.move(sb, sandbox.Starting, "", "")
+	sb.Status.Node = node
+	sb.Status.SetCondition(sandbox.Condition{Type: "Scheduled", Status: true, Reason: "Placed", Message: node, LastTransitionTime: e.now()})
+	return e.event(records.SandboxKey(sb.Tenant, sb.UID), "Scheduled", "placed on node "+node, false)
+}
+
+// placeAtOnce places a new sandbox in the commit that accepts it, if a node fits now; that saves a commit
+// of its own. It gives the uid that the ledger counts, or "": then the sandbox stays Pending, and its
+// operation waits for a node, or fails.
+func (e *Engine) placeAtOnce(ctx context.Context, r catalog.Reader, sb *records.Sandbox, p *puts) (uid string, err error) {
+	req, err := e.needs(ctx, r, sb)
+	if err != nil {
+		return "", err
+	}
+	node, err := e.decide(sb.UID, req)
+	if err != nil {
+		return "", nil //nolint:nilerr // placeSandbox meets it again, waits, and says why
+	}
+	p.add(e.placedOn(sb, node))
+	return sb.UID, nil
+}
+
+// settlePlaced takes a sandbox whose accepting commit may not be applied out of the ledger, if there is no
+// record of it. One that is recorded is its operation's to account for.
+func (e *Engine) settlePlaced(tenant, uid string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.stopped {
+		return
+	}
+	e.wg.Go(func() {
+		for delay := e.cfg.RetryMin; e.ctx.Err() == nil; delay = e.pause(e.ctx, delay) {
+			_, err := e.sandbox(e.ctx, e.cfg.Catalog, tenant, uid)
+			if errs.Has(err, errs.ObjectNotFound) {
+				e.forget(uid)
+			}
+			if err == nil || errs.Has(err, errs.ObjectNotFound) {
+				return
+			}
+		}
+	})
+}
+
 // startOnNode tells the node, and commits what it observed.
-func (e *Engine) startOnNode(ctx, callCtx context.Context, t *task, sb *records.Sandbox, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) error {
+func (e *Engine) startOnNode(ctx, callCtx context.Context, t *task, sb *records.Sandbox, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) (committed bool, err error) {
 	node := sb.Status.Node
 	if t.op.HadSecrets && t.secrets == nil {
-		return finally(errs.New(errs.SecretsLost, "the coordinator restarted before the sandbox ran and no longer has its secret environment; create it again with a new operation id").With("uid", sb.UID))
+		return false, finally(errs.New(errs.SecretsLost, "the coordinator restarted before the sandbox ran and no longer has its secret environment; create it again with a new operation id").With("uid", sb.UID))
 	}
 	var obs Observation
 	step := "start:" + sb.UID
 	if sb.SourceSnapshot != "" {
 		step = "restore:" + sb.UID
 	}
-	err := e.call(callCtx, t, node, step, func(ctx context.Context, c Command) (err error) {
+	err = e.call(callCtx, t, node, step, func(ctx context.Context, c Command) (err error) {
 		if sb.SourceSnapshot != "" {
 			obs, err = e.cfg.Agents.RestoreSandbox(ctx, node, c, sb)
 		} else {
@@ -163,14 +216,14 @@ func (e *Engine) startOnNode(ctx, callCtx context.Context, t *task, sb *records.
 		return err
 	})
 	if err != nil {
-		return err
+		return false, err
 	}
 	return e.recordStart(ctx, t, sb, obs, fin)
 }
 
-func (e *Engine) recordStart(ctx context.Context, t *task, sb *records.Sandbox, obs Observation, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) error {
+func (e *Engine) recordStart(ctx context.Context, t *task, sb *records.Sandbox, obs Observation, fin func(*Operation, *records.Sandbox) (catalog.Put, error)) (committed bool, err error) {
 	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: sb.Status.Node, Session: obs.Session}
-	_, err := e.changeAs(ctx, owner, sb.Tenant, sb.UID, func(ctx context.Context, r catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
+	changed, err := e.changeAs(ctx, owner, sb.Tenant, sb.UID, func(ctx context.Context, r catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
 		if sb.Status.Phase != sandbox.Starting {
 			return nil, errNothing
 		}
@@ -194,7 +247,7 @@ func (e *Engine) recordStart(ctx context.Context, t *task, sb *records.Sandbox, 
 		put, err := fin(op, sb)
 		return []catalog.Put{ev, put}, err
 	})
-	return err
+	return changed != nil, err
 }
 
 // changeSandbox commits a change of a sandbox's record with the coordinator as owner.

@@ -20,6 +20,8 @@ type door func(ctx context.Context, r catalog.Reader, op *Operation) (writes, er
 type writes struct {
 	puts   []catalog.Put
 	checks []catalog.Check
+	// placed is the sandbox that the ledger counts already.
+	placed string
 	// complete ends the operation in the accepting commit itself.
 	complete bool
 }
@@ -69,10 +71,13 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 	blank := Operation{ID: c.OperationID, Tenant: c.Tenant, Kind: kind, Digest: sum, Request: body,
 		RequestID: c.RequestID, HadSecrets: len(secrets) > 0, State: Pending}
 	var op Operation
-	_, err = e.publish(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+	var w writes
+	res, err := e.publish(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
 		op = blank
 		op.Created = e.now()
-		w, err := d(ctx, r, &op)
+		e.forget(w.placed) // by a build that was not applied
+		var err error
+		w, err = d(ctx, r, &op)
 		if err != nil {
 			return catalog.Commit{}, err
 		}
@@ -85,6 +90,17 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 		return catalog.Commit{ID: op.ID, Tenant: op.Tenant, Digest: op.Digest, Minted: minted,
 			Checks: w.checks, Puts: append([]catalog.Put{put}, w.puts...)}, err
 	})
+	if err == nil && res.Seq != 0 && !res.Replayed {
+		op.revision, op.fresh = res.Revisions[records.OperationKey(op.Tenant, op.ID)], true
+		return &op, nil
+	}
+	switch {
+	case w.placed == "":
+	case errs.NotStartedFor(err):
+		e.forget(w.placed)
+	default:
+		e.settlePlaced(c.Tenant, w.placed)
+	}
 	return e.accepted(ctx, c, sum, err)
 }
 
