@@ -14,6 +14,9 @@
 // The line is removed durably before the kill. So what follows it meets the next process, and a process that
 // finds no file goes on as if there were no points.
 //
+// In a build with the tag wallclock too (amd64, linked with -checklinkname=0), the file "fault.clock" beside moves the
+// process's wall clock: see test/clock.
+//
 // A goroutine that stays makes a file beside, with ".held" at its end, that holds the point's name, and goes on
 // once that file is gone. The others pass their points meanwhile.
 package fault

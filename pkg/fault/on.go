@@ -32,6 +32,7 @@ func Open(file string) {
 	state.Lock()
 	defer state.Unlock()
 	state.file = file
+	mapClock(file + ".clock")
 }
 
 // At is a point. A name that is in no list is a mistake of the program.

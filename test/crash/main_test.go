@@ -16,6 +16,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/test/clock"
 	"github.com/dormouse-run/dormouse/test/cluster"
 	"github.com/dormouse-run/dormouse/test/images"
 	"github.com/dormouse-run/dormouse/test/stack"
@@ -71,13 +72,21 @@ func root() string {
 	return filepath.Join(filepath.Dir(file), "..", "..")
 }
 
+// redisClock is the file that moves the clock of Redis.
+func redisClock() string { return filepath.Join(shared.bin, "redis.clock") }
+
 func start(t testing.TB) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	if shared.bin, err = os.MkdirTemp("", "dm-crash-"); err != nil {
 		return err
 	}
-	build := exec.CommandContext(ctx, "go", "build", "-tags", "faults", "-trimpath", "-buildvcs=false", "-o", shared.bin+"/", "./agentd/cmd/agentd", "./coordinator/cmd/coordinator")
+	shim, err := clock.BuildShim(ctx, shared.bin)
+	if err != nil {
+		return err
+	}
+	args := append([]string{"build", "-trimpath", "-buildvcs=false", "-o", shared.bin + "/"}, clock.BuildFlags()...)
+	build := exec.CommandContext(ctx, "go", append(args, "./agentd/cmd/agentd", "./coordinator/cmd/coordinator")...)
 	build.Dir, build.Env = root(), append(os.Environ(), "CGO_ENABLED=0")
 	bundle := exec.CommandContext(ctx, filepath.Join(root(), "scripts", "bundle.sh"), filepath.Join(shared.bin, "bundle"))
 	for _, cmd := range []*exec.Cmd{build, bundle} {
@@ -85,7 +94,7 @@ func start(t testing.TB) (err error) {
 			return fmt.Errorf("%s: %w: %s", cmd, err, out)
 		}
 	}
-	c, err := cluster.Up(ctx, stack.Options{Bin: shared.bin, Logf: t.Logf})
+	c, err := cluster.Up(ctx, stack.Options{Bin: shared.bin, Logf: t.Logf, RedisEnv: clock.Env(shim, redisClock())})
 	if err != nil {
 		return err
 	}
@@ -103,7 +112,8 @@ func start(t testing.TB) (err error) {
 	return err
 }
 
-// shortLease has a successor of a killed coordinator wait less for its turn.
+// shortLease has a successor of a killed coordinator wait less for its turn, and whoever waits for a node that is being
+// started again wait long enough.
 func shortLease(ctx context.Context, c *cluster.Cluster) error {
 	file := c.CoordinatorConfig()
 	data, err := os.ReadFile(file)
@@ -111,10 +121,11 @@ func shortLease(ctx context.Context, c *cluster.Cluster) error {
 		return err
 	}
 	short := bytes.Replace(data, []byte("ttl: 3s"), []byte("ttl: 800ms"), 1)
-	if bytes.Equal(short, data) {
-		return errors.New("the coordinator's configuration says nothing of the lease")
+	patient := bytes.Replace(short, []byte("heartbeat: 500ms"), []byte("heartbeat: 500ms\n    placement_wait: 2m"), 1)
+	if bytes.Equal(short, data) || bytes.Equal(patient, short) {
+		return errors.New("the coordinator's configuration says nothing of the lease or the heartbeat")
 	}
-	if err := errors.Join(os.WriteFile(file, short, 0o600), c.StopCoordinator(ctx)); err != nil {
+	if err := errors.Join(os.WriteFile(file, patient, 0o600), c.StopCoordinator(ctx)); err != nil {
 		return err
 	}
 	if err := c.StartCoordinatorReady(ctx); err != nil {

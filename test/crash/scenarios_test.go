@@ -56,6 +56,18 @@ func create(w *world) operation {
 	}
 }
 
+// bare is a creation that needs nothing else.
+func bare(w *world) operation {
+	var made *client.Sandbox
+	req := &dormousev1.CreateSandboxRequest{OperationId: uid.New(), Spec: w.spec()}
+	return operation{
+		id:    req.OperationId,
+		run:   func(ctx context.Context) (err error) { made, err = w.api.CreateSandbox(ctx, req); return err },
+		check: func() { w.answers(made) },
+		clean: func() { w.drop(made) },
+	}
+}
+
 func restore(w *world) operation {
 	var made *client.Sandbox
 	clone := &dormousev1.VolumeBinding{Path: "/data0", Policy: dormousev1.VolumePolicy_VOLUME_POLICY_CLONE}

@@ -61,7 +61,7 @@ func (s *Stack) StartRedis(ctx context.Context) error {
 		}
 	}
 	return s.start(ctx, command{
-		name: "redis", netns: s.HubNetns(), path: path, args: []string{config}, ready: s.pingRedis,
+		name: "redis", netns: s.HubNetns(), path: path, args: []string{config}, env: s.redisEnv, ready: s.pingRedis,
 	})
 }
 

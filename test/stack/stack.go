@@ -60,6 +60,8 @@ type Options struct {
 	RegistryUser, RegistryPassword string
 	// Bin is where the daemons are; the bin folder of this checkout if empty.
 	Bin string
+	// RedisEnv is added to the environment of Redis.
+	RedisEnv []string
 	// Logf hears of each step.
 	Logf func(format string, args ...any)
 }
@@ -79,7 +81,9 @@ type record struct {
 type Stack struct {
 	record
 	logf func(format string, args ...any)
-	lock *os.File // nil where this process is not the owner
+	// redisEnv is that of the process that started the stack; whoever opens it later has none.
+	redisEnv []string
+	lock     *os.File // nil where this process is not the owner
 
 	mu   sync.Mutex
 	wait sync.WaitGroup // the goroutines that reap this process's children
@@ -177,7 +181,7 @@ func claim(ctx context.Context, opts Options) (*Stack, error) {
 	}
 	s := &Stack{
 		record: record{ID: id, Dir: dir, Nodes: opts.Nodes, Bin: bin, RegistryUser: opts.RegistryUser},
-		logf:   opts.Logf,
+		logf:   opts.Logf, redisEnv: opts.RedisEnv,
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("stack folder: %w", err)
