@@ -75,7 +75,7 @@ test: tools images images-test build bundle ## every test, on real parts
 race: tools ## the race detector, on the packages that are concurrent and need no sandbox
 	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
 crash-matrix: tools images ## kill the daemons at every fault point, and a thousand interleavings
-	@CRASH_ALL=1 CRASH_STEPS=1000 go test -v -count=1 -timeout 60m $(TESTFLAGS) ./test/crash
+	@scripts/crash-matrix.sh
 soak: tools images build bundle ## thirty sandboxes, everything at random, daemons killed, for SOAK (10m)
 	@bin/soak --duration $(SOAK) $(SOAKFLAGS)
 lint: tools-dev ## golangci-lint
