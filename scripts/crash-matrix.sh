@@ -3,7 +3,7 @@
 #
 # The tests of test/crash run one after the other, each table of points in PARTS shards (8), each shard in a cluster of its
 # own, so that a part that fails costs no other. Each part says how it ended; the summary lists what failed, and the
-# exit code is that of all. CRASH_WRAP is a command that each part is run by; CRASH_LOGS where the parts' logs go.
+# exit code is that of all. The daemons are built once, from the tree as it is then. CRASH_WRAP is a command that each part is run by; CRASH_LOGS where the parts' logs go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,6 +13,9 @@ logs=${CRASH_LOGS:-$(mktemp -d "${TMPDIR:-/tmp}/crash-matrix-XXXXXX")}
 read -ra wrap <<<"${CRASH_WRAP:-}"
 mkdir -p "$logs"
 go test -c -o "$logs/crash.test" ./test/crash
+export CRASH_BIN=$logs/bin
+rm -rf "$CRASH_BIN"
+mkdir "$CRASH_BIN"
 
 failed=() total=0 rows=0
 begin=$SECONDS

@@ -136,6 +136,8 @@ func again(ctx context.Context, err error) bool {
 		return false
 	case ctx.Err() != nil || e.Retry == errs.Never || e.Retry == "":
 		return false
+	case e.IsAnswer(): // the same operation id gives it for ever; a new one is the caller's to make
+		return false
 	case e.Code == errs.ResourceExhausted:
 		return e.Reason == errs.QueueFull
 	}

@@ -283,6 +283,12 @@ func TestTryingAgainIsBounded(t *testing.T) {
 			t.Errorf("%s: %v after %d calls", final, err, s.count("Get")-before)
 		}
 	}
+	// What an operation came to is its answer for good, also where another operation might fare better.
+	before := s.count("Delete")
+	s.answers["Delete"] = []error{errs.New(errs.NodeAway, "away").AsAnswer()}
+	if err := c.Sandbox("u").Delete(t.Context(), ""); !errs.Has(err, errs.NodeAway) || s.count("Delete") != before+1 {
+		t.Errorf("a failed operation: %v after %d calls", err, s.count("Delete")-before)
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := c.Sandbox("u").Refresh(ctx); !errs.Has(err, errs.CallCancelled) {

@@ -146,6 +146,16 @@ func (e *Error) WithOutcome(outcome Outcome, retry Retry) *Error {
 	return c
 }
 
+// operationState is the detail of an error that is what an operation came to.
+const operationState, operationFailed = "operation_state", "Failed"
+
+// AsAnswer says that the error is what the operation came to: its id gives the same for good, and another attempt
+// needs another id.
+func (e *Error) AsAnswer() *Error { return e.With(operationState, operationFailed) }
+
+// IsAnswer tells whether the same operation id can only give this error again, whatever Retry says of another one.
+func (e *Error) IsAnswer() bool { return e.Details[operationState] == operationFailed }
+
 // WithRequest returns a copy that carries the ids of the request; empty ones leave what is there.
 func (e *Error) WithRequest(requestID, operationID string) *Error {
 	c := e.clone()

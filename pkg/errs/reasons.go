@@ -82,6 +82,7 @@ const (
 	RegistryUntrusted   Reason = "REGISTRY_UNTRUSTED"   // TLS did not verify; details: registry
 	ContainerdAway      Reason = "CONTAINERD_AWAY"      // the node's containerd does not answer
 	ShuttingDown        Reason = "SHUTTING_DOWN"
+	SaveFailed          Reason = "SAVE_FAILED"  // the runtime could not save the sandbox, which goes on; details: uid, step
 	GuestSilent         Reason = "GUEST_SILENT" // guest init does not answer; details: uid
 	TransferCut         Reason = "TRANSFER_CUT" // the helper of a transfer ended before the transfer did; details: uid
 	PortClosed          Reason = "PORT_CLOSED"  // nothing listens there inside; details: port
@@ -145,7 +146,7 @@ var table = map[Reason]row{
 
 	NoLeader: unavailable, NodeAway: unavailable, Fenced: unavailable, StoreUnavailable: unavailable,
 	StoreNotDurable: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,
-	ContainerdAway: unavailable, ShuttingDown: unavailable, GuestSilent: unavailable,
+	ContainerdAway: unavailable, SaveFailed: unavailable, ShuttingDown: unavailable, GuestSilent: unavailable,
 
 	DeadlineExpired: {DeadlineExceeded, SameOperation, Unknown},
 	CallCancelled:   {Cancelled, SameOperation, Unknown},

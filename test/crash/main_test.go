@@ -27,6 +27,7 @@ var shared struct {
 	once    sync.Once
 	cluster *cluster.Cluster
 	bin     string
+	ours    bool // bin is of this run, and goes with it
 	image   string
 	err     error
 }
@@ -51,7 +52,7 @@ func end() error {
 		defer cancel()
 		err = errors.Join(shared.cluster.Client.Close(), shared.cluster.Down(ctx))
 	}
-	if shared.bin != "" {
+	if shared.ours {
 		err = errors.Join(err, os.RemoveAll(shared.bin))
 	}
 	return err
@@ -75,24 +76,43 @@ func root() string {
 // redisClock is the file that moves the clock of Redis.
 func redisClock() string { return filepath.Join(shared.bin, "redis.clock") }
 
+// build puts daemons, bundle and the clock's library into a folder, if it was not done: CRASH_BIN is a folder that several
+// runs share.
+func build(ctx context.Context, dir string) (shim string, err error) {
+	done := filepath.Join(dir, "built")
+	if shim, err := os.ReadFile(done); err == nil {
+		return string(shim), nil
+	}
+	args := append([]string{"build", "-trimpath", "-buildvcs=false", "-o", dir + "/"}, clock.BuildFlags()...)
+	daemons := exec.CommandContext(ctx, "go", append(args, "./agentd/cmd/agentd", "./coordinator/cmd/coordinator")...)
+	daemons.Dir, daemons.Env = root(), append(os.Environ(), "CGO_ENABLED=0")
+	bundle := exec.CommandContext(ctx, filepath.Join(root(), "scripts", "bundle.sh"), filepath.Join(dir, "bundle"))
+	for _, cmd := range []*exec.Cmd{daemons, bundle} {
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return "", fmt.Errorf("%s: %w: %s", cmd, err, out)
+		}
+	}
+	if shim, err = clock.BuildShim(ctx, dir); err != nil {
+		return "", err
+	}
+	return shim, os.WriteFile(done, []byte(shim), 0o600)
+}
+
 func start(t testing.TB) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
-	if shared.bin, err = os.MkdirTemp("", "dm-crash-"); err != nil {
-		return err
+	if shared.bin = os.Getenv("CRASH_BIN"); shared.bin == "" {
+		if shared.bin, err = os.MkdirTemp("", "dm-crash-"); err != nil {
+			return err
+		}
+		shared.ours = true
 	}
-	shim, err := clock.BuildShim(ctx, shared.bin)
+	shim, err := build(ctx, shared.bin)
+	if err == nil {
+		err = clock.Set(redisClock(), 0)
+	}
 	if err != nil {
 		return err
-	}
-	args := append([]string{"build", "-trimpath", "-buildvcs=false", "-o", shared.bin + "/"}, clock.BuildFlags()...)
-	build := exec.CommandContext(ctx, "go", append(args, "./agentd/cmd/agentd", "./coordinator/cmd/coordinator")...)
-	build.Dir, build.Env = root(), append(os.Environ(), "CGO_ENABLED=0")
-	bundle := exec.CommandContext(ctx, filepath.Join(root(), "scripts", "bundle.sh"), filepath.Join(shared.bin, "bundle"))
-	for _, cmd := range []*exec.Cmd{build, bundle} {
-		if out, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("%s: %w: %s", cmd, err, out)
-		}
 	}
 	c, err := cluster.Up(ctx, stack.Options{Bin: shared.bin, Logf: t.Logf, RedisEnv: clock.Env(shim, redisClock())})
 	if err != nil {

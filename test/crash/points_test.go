@@ -69,7 +69,7 @@ var elsewhere = map[string]string{
 	"coordinator/app.bindNow":                     "start",
 	"agentd/internal/cgroup.Create":               "runtime.recorded.after runtime.group.after",
 	"agentd/internal/launcher.Signal":             "delete.runtime.before runtime.killed.after",
-	"agentd/internal/checkpoint.OpenStore":        "start",
+	"agentd/internal/checkpoint.makeFolders":      "start",
 	"agentd/internal/checkpoint.Sweep":            "recover.artefacts.before recover.artefacts.after",
 	"agentd/internal/nodestate.migrate":           "start",
 	"agentd/internal/nodestate.Close":             "start",

@@ -139,6 +139,16 @@ func TestTheSequenceOfACapture(t *testing.T) {
 	must(t, s.Delete(m.UID))
 	must(t, s.Delete(m.UID))
 	wantEmpty(t, s)
+	// Folders that somebody removed are made again: an undo is not to fail for ever.
+	for _, name := range []string{stagingName, trashName} {
+		must(t, os.Remove(s.dir(name)))
+	}
+	must(t, s.Delete(m.UID))
+	wantEmpty(t, s)
+	must(t, os.Remove(s.dir(stagingName)))
+	must(t, second(s.stage(m.UID)))
+	must(t, s.Delete(m.UID))
+	wantEmpty(t, s)
 	wantReason(t, second(s.Load(m.UID)), errs.ObjectNotFound)
 }
 

@@ -52,15 +52,24 @@ type Store struct {
 // OpenStore makes the folders.
 func OpenStore(opts StoreOptions) (*Store, error) {
 	s := &Store{opts: opts}
-	for _, dir := range []string{opts.Root, s.dir(stagingName), s.dir(trashName)} {
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return nil, hostError(err, "make the snapshots' folder")
-		}
-		if err := os.Chmod(dir, 0o700); err != nil {
-			return nil, hostError(err, "protect the snapshots' folder")
-		}
+	if err := s.makeFolders(); err != nil {
+		return nil, err
 	}
 	return s, nil
+}
+
+// makeFolders makes the folders that are not there: at the start, and before each change, so that one that somebody
+// removed does not keep an undo from its end.
+func (s *Store) makeFolders() error {
+	for _, dir := range []string{s.opts.Root, s.dir(stagingName), s.dir(trashName)} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return hostError(err, "make the snapshots' folder")
+		}
+		if err := os.Chmod(dir, 0o700); err != nil {
+			return hostError(err, "protect the snapshots' folder")
+		}
+	}
+	return nil
 }
 
 func (s *Store) dir(parts ...string) string {
@@ -114,6 +123,9 @@ func (s *Store) stage(id string) (string, error) {
 	}
 	if _, err := os.Lstat(s.dir(id)); err == nil {
 		return "", errs.New(errs.NameTaken, "the snapshot %s exists already", id).With("uid", id)
+	}
+	if err := s.makeFolders(); err != nil {
+		return "", err
 	}
 	dir := s.dir(stagingName, id)
 	if err := os.RemoveAll(dir); err != nil {
@@ -305,6 +317,9 @@ func (l *limited) Read(p []byte) (int, error) {
 // Delete removes an artefact, wherever it stands, and returns once its absence was observed. Idempotent.
 func (s *Store) Delete(id string) error {
 	if err := checkUID(id); err != nil {
+		return err
+	}
+	if err := s.makeFolders(); err != nil {
 		return err
 	}
 	trash := s.dir(trashName, id)

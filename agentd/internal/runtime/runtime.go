@@ -81,7 +81,8 @@ type Driver interface {
 	// Before it, the caller quiesces the guest channel, pauses and drains the out-FIFO, because bytes
 	// that sit in a FIFO are read into the image.
 	//
-	// Errors: DISK_FULL, WRONG_PHASE, SANDBOX_FAILED (the sandbox died). On an error the folder's
+	// Errors: DISK_FULL, WRONG_PHASE, SAVE_FAILED (the runtime says why; the sandbox goes on), SANDBOX_FAILED (the
+	// sandbox died). On an error the folder's
 	// content is worthless. When ctx ends the sandbox may go on writing into the folder until Resume
 	// has returned.
 	Save(ctx context.Context, id string, opts SaveOptions) error

@@ -38,7 +38,7 @@ func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, sec
 	}
 	fault.At("operation.reply.before")
 	if op.State == Failed {
-		return nil, op.Error.WithRequest(c.RequestID, op.ID)
+		return nil, op.Error.WithRequest(c.RequestID, op.ID).AsAnswer()
 	}
 	return op, nil
 }

@@ -337,7 +337,15 @@ func (d *Driver) Save(ctx context.Context, id string, opts runtime.SaveOptions) 
 	if opts.Direct {
 		args = append(args, "-direct")
 	}
-	return d.change(ctx, id, change{step: "save", args: args, from: []runtime.Phase{runtime.Paused}, failed: func() { d.emptyFiles(id, opts.Dir) }})
+	err = d.change(ctx, id, change{step: "save", args: args, from: []runtime.Phase{runtime.Paused}, failed: func() { d.emptyFiles(id, opts.Dir) }})
+	if !errs.Has(err, errs.SandboxFailed) {
+		return err
+	}
+	// What the sandbox had open, or the folder, may be the cause, and may pass; unless it ended, it goes on.
+	if status, stateErr := d.State(ctx, id); stateErr != nil || status.Phase == runtime.Stopped {
+		return err
+	}
+	return errs.Wrap(err, errs.SaveFailed, "%s; the sandbox goes on, try again later", errs.From(err).Message).With("uid", id).With("step", "save")
 }
 
 // emptyFiles gives the space of a failed save back: the sentry keeps a file of it open for as long as it

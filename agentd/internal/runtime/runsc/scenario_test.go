@@ -188,6 +188,25 @@ func TestDamagedPagesAreSeen(t *testing.T) {
 	}
 }
 
+// A save that fails for a reason that is not known costs the snapshot too, not the sandbox, and may be tried again.
+func TestSaveIntoReadOnlyFolder(t *testing.T) {
+	n := newNode(t)
+	dir := t.TempDir()
+	must(t, unix.Mount("tmpfs", dir, "tmpfs", unix.MS_RDONLY, ""))
+	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
+	cfg := n.start(t, nil)
+	before := n.count(t, cfg.ID)
+	must(t, n.d.Pause(bounded(t), cfg.ID))
+	err := n.d.Save(bounded(t), cfg.ID, runtime.SaveOptions{Dir: dir})
+	if e := errs.From(err); e.Reason != errs.SaveFailed || e.Retry != errs.AfterBackoff || e.Outcome != errs.NotStarted {
+		t.Fatalf("got %v (%s, %s), want SAVE_FAILED", err, e.Retry, e.Outcome)
+	}
+	must(t, n.d.Resume(bounded(t), cfg.ID))
+	if after := n.count(t, cfg.ID); after.Nonce != before.Nonce || after.Counter != before.Counter+1 {
+		t.Fatalf("the guest is %+v, was %+v", after, before)
+	}
+}
+
 // A full disk costs the snapshot, not the sandbox, and the space comes back at once, although the sentry
 // keeps a file of a failed save open for as long as it lives.
 func TestSaveOnFullDisk(t *testing.T) {
