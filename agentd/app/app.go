@@ -81,7 +81,6 @@ type App struct {
 	commands  *runner.Commands
 	node      *node
 	session   *session.Client
-	conn      *grpc.ClientConn
 
 	// fault is nil but in builds for tests.
 	fault func(point string) error
@@ -248,19 +247,22 @@ func (a *App) openRunner(context.Context) error {
 }
 
 func (a *App) openSession(context.Context) error {
-	network, addr := listenOn(a.cfg.Coordinator)
-	target := "passthrough:///" + addr
-	if network == "unix" {
-		target = "unix:" + addr
+	var conns []grpc.ClientConnInterface
+	for _, address := range a.cfg.coordinators() {
+		network, addr := listenOn(address)
+		target := "passthrough:///" + addr
+		if network == "unix" {
+			target = "unix:" + addr
+		}
+		opts := append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(a.tls.Client(pki.RoleCoordinator, ""))))
+		conn, err := grpc.NewClient(target, opts...)
+		if err != nil {
+			return fmt.Errorf("coordinator %s: %w", address, err)
+		}
+		a.onClose(conn.Close)
+		conns = append(conns, conn)
 	}
-	opts := append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(a.tls.Client(pki.RoleCoordinator, ""))))
-	conn, err := grpc.NewClient(target, opts...)
-	if err != nil {
-		return fmt.Errorf("coordinator %s: %w", a.cfg.Coordinator, err)
-	}
-	a.conn = conn
-	a.onClose(conn.Close)
-	a.session = session.New(session.Options{Conn: conn, Store: a.state, Node: a.node, Log: a.log})
+	a.session = session.New(session.Options{Conns: conns, Store: a.state, Node: a.node, Log: a.log})
 	a.commands = runner.NewCommands(a.state, a.session.Epoch)
 	a.onClose(quiet(a.commands.Close))
 	return nil

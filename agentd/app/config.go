@@ -35,7 +35,7 @@ type Config struct {
 
 	Listen      string            `yaml:"listen" usage:"where the node API is served: host:port or unix:/path"`
 	Advertise   string            `yaml:"advertise" usage:"where the coordinator reaches the node API; the listen address by default"`
-	Coordinator string            `yaml:"coordinator" usage:"address of the coordinator: host:port or unix:/path"`
+	Coordinator string            `yaml:"coordinator" usage:"addresses of the coordinators, separated by commas: host:port or unix:/path each"`
 	TLS         pki.Files         `yaml:"tls"`
 	Labels      map[string]string `yaml:"labels" usage:"labels that node selectors match"`
 
@@ -139,7 +139,7 @@ func (c *Config) check() error {
 	if c.Limits.Starts == 0 {
 		c.Limits.Starts = runtime.NumCPU() + 1
 	}
-	if c.Coordinator == "" {
+	if len(c.coordinators()) == 0 {
 		return fmt.Errorf("coordinator: name its address")
 	}
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
@@ -166,4 +166,15 @@ func listenOn(address string) (network, addr string) {
 		return "unix", path
 	}
 	return "tcp", address
+}
+
+// coordinators are the addresses of all coordinators.
+func (c *Config) coordinators() []string {
+	var all []string
+	for part := range strings.SplitSeq(c.Coordinator, ",") {
+		if part = strings.TrimSpace(part); part != "" {
+			all = append(all, part)
+		}
+	}
+	return all
 }

@@ -20,6 +20,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/forward"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/publish"
@@ -47,6 +48,7 @@ type App struct {
 	registry *sessions.Registry
 	pool     *nodeclient.Pool
 	streams  *nodeclient.Streams
+	forward  *forward.Forwarder
 	bridge   *rest.Bridge
 	metrics  *metrics
 	health   *obs.Health
@@ -268,6 +270,9 @@ func (a *App) Stop() {
 	}
 	if a.queue != nil {
 		a.queue.Close(ctx)
+	}
+	if a.forward != nil {
+		a.forward.Close()
 	}
 	if a.pool != nil {
 		a.pool.Close()

@@ -2,8 +2,8 @@
 // which they start and stop. It is importable, so that tests run it in their own process.
 //
 // Start: logs and metrics; files (TLS, keys); the catalog; the commit queue; the registry of nodes and their
-// client; the API; the listeners, which answer reads and refuse mutations with NO_LEADER; and last the campaign
-// for leadership. Stop runs the other way: the term ends (operations are left to the next leader, sessions
+// client; the API; the listeners, which answer reads and the data plane, and pass on to the leader what only that
+// can do; and last the campaign for leadership. Stop runs the other way: the term ends (operations are left to the next leader, sessions
 // end, the lease is released), then the listeners drain for a bounded time, then the queue, the client of
 // nodes and the catalog are closed. The admin socket lives longest.
 //
@@ -18,6 +18,7 @@ package app
 import (
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"strings"
 	"time"
@@ -41,9 +42,11 @@ type Config struct {
 		Node []string `yaml:"node" usage:"addresses that nodes dial"`
 	} `yaml:"listen"`
 	// Holder names this process to other coordinators.
-	Holder string    `yaml:"holder" usage:"name of this coordinator; the host's name if empty"`
-	TLS    pki.Files `yaml:"tls"`
-	Keys   string    `yaml:"keys_file" usage:"file with the API keys (hashed)"`
+	Holder string `yaml:"holder" usage:"name of this coordinator; the host's name if empty"`
+	// Advertise is where other coordinators reach the gRPC API while this one leads.
+	Advertise string    `yaml:"advertise" usage:"host:port at which other coordinators pass calls on to this one while it leads; the first TCP address of listen.grpc if empty"`
+	TLS       pki.Files `yaml:"tls"`
+	Keys      string    `yaml:"keys_file" usage:"file with the API keys (hashed)"`
 	// Tenant limits what one tenant may ask of this coordinator at a time.
 	Tenant auth.Limits `yaml:"tenant"`
 	Redis  struct {
@@ -114,6 +117,11 @@ func (c *Config) Validate() error {
 			if !strings.HasPrefix(a, "unix:/") && !strings.Contains(a, ":") {
 				fail(key, "%q is neither host:port nor unix:/path", a)
 			}
+		}
+	}
+	if c.Advertise != "" {
+		if _, _, err := net.SplitHostPort(c.Advertise); err != nil {
+			fail("advertise", "%q is not host:port", c.Advertise)
 		}
 	}
 	if len(c.Listen.GRPC) == 0 || len(c.Listen.Node) == 0 {

@@ -10,7 +10,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/keepalive"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -59,8 +58,7 @@ func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.srv = grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(n.tls.Server(pki.RoleCoordinator))),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
+	n.srv = grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(n.tls.Server(pki.RoleCoordinator))))...)
 	nodev1.RegisterAgentServiceServer(n.srv, n)
 	dormousev1.RegisterProcessServiceServer(n.srv, n)
 	go func() {
@@ -264,4 +262,11 @@ func (n *fakeNode) ReadOutput(req *dormousev1.ReadOutputRequest, out grpc.Server
 			return out.Context().Err()
 		}
 	}
+}
+
+func (n *fakeNode) PullImage(req *nodev1.PullImageRequest, out grpc.ServerStreamingServer[nodev1.PullImageResponse]) error {
+	if err := out.Send(&nodev1.PullImageResponse{Event: &nodev1.PullImageResponse_Progress{Progress: &dormousev1.PullProgress{Step: "pulling"}}}); err != nil {
+		return err
+	}
+	return out.Send(&nodev1.PullImageResponse{Event: &nodev1.PullImageResponse_Image{Image: &dormousev1.Image{Reference: req.GetReference(), Digest: "sha256:abc"}}})
 }

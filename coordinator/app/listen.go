@@ -22,6 +22,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/forward"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/rest"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -49,22 +50,26 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 		return err
 	}
 	services := a.services()
+	who := forward.Resolver(keys.Authenticate)
 	a.owned.Go(func() { services.Run(life) })
 	admission := auth.NewAdmission(a.cfg.Tenant, nil)
-	publicTLS := files.ServerOptional(pki.RoleClient, pki.RoleOperator)
-	for _, address := range a.cfg.Listen.GRPC {
-		l, err := bind(ctx, address)
-		if err != nil {
-			return err
-		}
-		creds := credentials.NewTLS(publicTLS)
+	grpcs, err := bindAll(ctx, a.cfg.Listen.GRPC)
+	if err != nil {
+		return err
+	}
+	address := reachable(a.cfg.Advertise, grpcs)
+	a.holder = forward.Holder(a.holder, address)
+	a.forward = forward.New(forward.Config{Leases: a.store, Holder: a.holder, TLS: files.Client(pki.RoleCoordinator, ""), Patience: 2 * a.cfg.Lease.TTL})
+	for i, l := range grpcs {
+		address := a.cfg.Listen.GRPC[i]
+		creds := credentials.NewTLS(files.ServerOptional(pki.RoleClient, pki.RoleOperator, pki.RoleCoordinator))
 		if isUnix(address) {
 			creds = insecure.NewCredentials()
 		}
-		a.serveGRPC("grpc", l, a.public(around, services, keys.Authenticate, admission, grpc.Creds(creds),
+		a.serveGRPC("grpc", l, a.public(around, services, who, admission, grpc.Creds(creds),
 			grpc.MaxConcurrentStreams(maxConnStreams), grpc.MaxHeaderListSize(maxHeaders)))
 	}
-	if err := a.listenREST(ctx, life, around, services, keys, admission, publicTLS); err != nil {
+	if err := a.listenREST(ctx, life, around, services, keys, admission, files.ServerOptional(pki.RoleClient, pki.RoleOperator)); err != nil {
 		return err
 	}
 	for _, address := range a.cfg.Listen.Node {
@@ -79,6 +84,35 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 		a.serveGRPC("node", l, srv)
 	}
 	return nil
+}
+
+// reachable gives the address that others are told: what is configured, or the first that says a host.
+func reachable(configured string, bound []net.Listener) string {
+	if configured != "" {
+		return configured
+	}
+	for _, l := range bound {
+		if tcp, ok := l.Addr().(*net.TCPAddr); ok && !tcp.IP.IsUnspecified() {
+			return tcp.String()
+		}
+	}
+	return ""
+}
+
+// bindAll opens all listeners, or none.
+func bindAll(ctx context.Context, addresses []string) ([]net.Listener, error) {
+	var all []net.Listener
+	for _, address := range addresses {
+		l, err := bind(ctx, address)
+		if err != nil {
+			for _, l := range all {
+				err = errors.Join(err, l.Close())
+			}
+			return nil, err
+		}
+		all = append(all, l)
+	}
+	return all, nil
 }
 
 // The reader of a session outlives its handler by a moment: gRPC ends it only when the handler has
@@ -115,7 +149,8 @@ func (s *sessionStream) RecvMsg(m any) error { return s.raw.RecvMsg(m) }
 // public makes a server of the public API.
 func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, admission *auth.Admission, opts ...grpc.ServerOption) *grpc.Server {
 	opts = append(around.Options(), append(opts,
-		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary()), grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream()),
+		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary(), a.forward.Unary()),
+		grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream(), a.forward.Stream()),
 		grpc.MaxRecvMsgSize(api.MaxMessage), grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(nodeclient.ConnWindow), alive(), lenient())...)
 	srv := grpc.NewServer(opts...)
 	services.Register(srv)

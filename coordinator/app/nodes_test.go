@@ -2,11 +2,14 @@ package app_test
 
 import (
 	"context"
+	"errors"
+	"io"
 	"testing"
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/app"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
@@ -185,8 +188,9 @@ func TestCordon(t *testing.T) {
 	wantReason(t, err, errs.ObjectNotFound)
 }
 
-func TestStandbyAnswersReadsOnly(t *testing.T) {
-	r := newRig(t)
+// TestStandby answers reads by itself, and passes on to the leader what only that can do.
+func TestStandby(t *testing.T) {
+	r := newRig(t, func(c *app.Config) { c.Lease.TTL = 5 * time.Second })
 	r.node("n1")
 	u := r.create("one")
 	leader := r.app
@@ -198,12 +202,41 @@ func TestStandbyAnswersReadsOnly(t *testing.T) {
 	if _, err := c.GetSandbox(context.Background(), &dormousev1.GetSandboxRequest{Uid: u}); err != nil {
 		t.Fatal(err)
 	}
-	_, err := c.CreateSandbox(context.Background(), box(""))
-	if env := wantEnvelope(t, err, errs.NoLeader); env.Outcome != errs.NotStarted {
-		t.Fatalf("%+v", env)
+	req := box("two")
+	made, err := c.CreateSandbox(context.Background(), req)
+	if err != nil {
+		t.Fatal(err)
 	}
+	again, err := dormousev1.NewSandboxServiceClient(r.conn(r.user)).CreateSandbox(context.Background(), req)
+	if err != nil || again.GetSandbox().GetMeta().GetUid() != made.GetSandbox().GetMeta().GetUid() {
+		t.Fatalf("%v, %v", again, err)
+	}
+	_, err = c.CreateSandbox(context.Background(), box("two"))
+	wantReason(t, err, errs.NameTaken) // the leader's own refusal
+	list, err := dormousev1.NewNodeServiceClient(r.conn(r.root)).ListNodes(context.Background(), &dormousev1.ListNodesRequest{})
+	if err != nil || len(list.GetNodes()) != 1 || !list.GetNodes()[0].GetOnline() {
+		t.Fatalf("%v, %v", list, err)
+	}
+	_, err = dormousev1.NewNodeServiceClient(r.conn(r.user)).ListNodes(context.Background(), &dormousev1.ListNodesRequest{})
+	wantReason(t, err, errs.NotAllowed)
+	pull, err := dormousev1.NewImageServiceClient(r.conn(r.user)).PullImage(context.Background(), &dormousev1.PullImageRequest{Reference: "registry.test/base:1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for err == nil {
+		_, err = pull.Recv()
+	}
+	if !errors.Is(err, io.EOF) {
+		t.Fatal(err)
+	}
+	// A coordinator's certificate alone says nothing of a caller.
+	bare := dormousev1.NewSandboxServiceClient(r.connTLS(r.pki.source(t, pki.Identity{Role: pki.RoleCoordinator, Name: "c3"}).Client(pki.RoleCoordinator, "")))
+	_, err = bare.ListSandboxes(context.Background(), &dormousev1.ListSandboxesRequest{})
+	wantReason(t, err, errs.NotAllowed)
 	leader.Stop()
-	eventually(t, "the standby leads", b.Leading)
+	if _, err := dormousev1.NewNodeServiceClient(r.conn(r.root)).ListNodes(context.Background(), &dormousev1.ListNodesRequest{}); err != nil || !b.Leading() {
+		t.Fatalf("a call while nobody leads waits until somebody does: %v", err)
+	}
 }
 
 func TestHigherEpochMakesTheLeaderLeadAgain(t *testing.T) {

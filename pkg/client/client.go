@@ -48,7 +48,7 @@ type Client struct {
 
 // Dial makes a client. It does not connect: the first call does.
 func Dial(cfg Config, opts ...grpc.DialOption) (*Client, error) {
-	target, local, err := cfg.target()
+	to, err := cfg.coordinators()
 	if err != nil {
 		return nil, err
 	}
@@ -56,16 +56,16 @@ func Dial(cfg Config, opts ...grpc.DialOption) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	transport, err := cfg.transport(local)
+	transport, err := cfg.transport(to.local)
 	if err != nil {
 		return nil, err
 	}
 	all := append(wire.DialOptions(), grpc.WithTransportCredentials(transport),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage)), grpc.WithDisableServiceConfig())
 	if key != "" {
-		all = append(all, grpc.WithPerRPCCredentials(bearer{key: key, local: local}))
+		all = append(all, grpc.WithPerRPCCredentials(bearer{key: key, local: to.local}))
 	}
-	cc, err := grpc.NewClient(target, append(all, opts...)...)
+	cc, err := grpc.NewClient(to.target, append(append(all, to.opts...), opts...)...)
 	if err != nil {
 		return nil, errs.Wrap(err, errs.InvalidField, "the coordinator's address %q cannot be used", cfg.Addr).With("field", "addr")
 	}

@@ -1,8 +1,6 @@
 package client
 
 import (
-	"fmt"
-	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,7 +12,8 @@ import (
 
 // Config says where the coordinator is and who is calling.
 type Config struct {
-	// Addr is https://host:port, or unix:///path for a socket on this machine.
+	// Addr is https://host:port, or unix:///path for a socket on this machine; several coordinators are
+	// separated by commas, and any of them that answers will do.
 	Addr string `yaml:"addr"`
 	// APIKey, or the file that has it. Empty where the certificate says who is calling.
 	APIKey     string `yaml:"api_key,omitempty"`
@@ -113,29 +112,4 @@ func (c Config) key() (string, error) {
 		return "", errs.Wrap(err, errs.InvalidField, "the API key's file cannot be read: %s", err).With("field", "api_key_file")
 	}
 	return strings.TrimSpace(string(data)), nil
-}
-
-// target gives gRPC's form of the address, and whether it is a unix socket.
-func (c Config) target() (target string, local bool, err error) {
-	bad := func(format string, args ...any) error {
-		return errs.New(errs.InvalidField, "the coordinator's address: "+format, args...).With("field", "addr")
-	}
-	if c.Addr == "" {
-		return "", false, bad("none is given; set DORMOUSE_ADDR, --addr or a context, e.g. https://127.0.0.1:7443")
-	}
-	u, err := url.Parse(c.Addr)
-	if err != nil {
-		return "", false, bad("%q is not a URL", c.Addr)
-	}
-	switch {
-	case u.Scheme == "unix" && u.Host == "" && u.Path != "":
-		return "unix:" + u.Path, true, nil
-	case u.Scheme == "https" && u.Host != "" && (u.Path == "" || u.Path == "/"):
-		host := u.Host
-		if u.Port() == "" {
-			host = fmt.Sprintf("%s:443", u.Host)
-		}
-		return "dns:///" + host, false, nil
-	}
-	return "", false, bad("%q: https://host:port or unix:///path", c.Addr)
 }

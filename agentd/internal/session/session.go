@@ -58,7 +58,8 @@ type Node interface {
 
 // Options of a client.
 type Options struct {
-	Conn  grpc.ClientConnInterface
+	// Conns lead to the coordinators. One of them leads; the others refuse a session, and are passed over.
+	Conns []grpc.ClientConnInterface
 	Store Store
 	Node  Node
 	Log   *slog.Logger
@@ -76,6 +77,8 @@ const (
 // Client keeps the session. Run is its goroutine.
 type Client struct {
 	Options
+	// turn is the coordinator to try; Run's own.
+	turn      int
 	epoch     atomic.Uint64
 	connected atomic.Bool
 }
@@ -103,15 +106,21 @@ func (c *Client) Connected() bool { return c.connected.Load() }
 
 // Run keeps a session until ctx ends.
 func (c *Client) Run(ctx context.Context) {
-	pause := c.FirstPause
+	pause, passed := c.FirstPause, 0
 	for ctx.Err() == nil {
 		welcomed, err := c.session(ctx)
 		if ctx.Err() != nil {
 			return
 		}
 		if welcomed {
-			pause = c.FirstPause
+			pause, passed = c.FirstPause, 0
 		}
+		c.turn = (c.turn + 1) % len(c.Conns)
+		if passed++; passed < len(c.Conns) {
+			c.Log.DebugContext(ctx, "trying the next coordinator", "error", err)
+			continue
+		}
+		passed = 0
 		// Half to one and a half of the pause, so that nodes do not come back all at once.
 		wait := pause/2 + rand.N(pause)
 		c.Log.WarnContext(ctx, "no session with the coordinator", "error", err, "again_in", wait)
@@ -133,7 +142,7 @@ func (c *Client) session(ctx context.Context) (welcomed bool, err error) {
 	if err != nil {
 		return false, fmt.Errorf("take the inventory: %w", err)
 	}
-	stream, err := nodev1.NewSessionServiceClient(c.Conn).Session(ctx)
+	stream, err := nodev1.NewSessionServiceClient(c.Conns[c.turn]).Session(ctx)
 	if err != nil {
 		return false, err
 	}

@@ -108,7 +108,7 @@ func run(t *testing.T, s *site, serve func(n int, stream nodev1.SessionService_S
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	c := New(Options{Conn: conn, Store: s, Node: s, FirstPause: time.Millisecond, LongestPause: 5 * time.Millisecond})
+	c := New(Options{Conns: []grpc.ClientConnInterface{refusing{}, conn}, Store: s, Node: s, FirstPause: time.Millisecond, LongestPause: 5 * time.Millisecond})
 	group.Go(func() { c.Run(ctx) })
 	t.Cleanup(func() {
 		cancel()
@@ -238,4 +238,15 @@ func TestASilentCoordinatorIsLeft(t *testing.T) {
 		return stream.Context().Err()
 	})
 	eventually(t, "a new session", func() bool { return c.Epoch() >= 3 })
+}
+
+// refusing is a coordinator that does not lead: each client passes it over.
+type refusing struct{}
+
+func (refusing) Invoke(context.Context, string, any, any, ...grpc.CallOption) error {
+	return errs.New(errs.NoLeader, "not this one")
+}
+
+func (refusing) NewStream(context.Context, *grpc.StreamDesc, string, ...grpc.CallOption) (grpc.ClientStream, error) {
+	return nil, errs.New(errs.NoLeader, "not this one")
 }

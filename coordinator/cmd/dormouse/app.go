@@ -40,7 +40,7 @@ func newApp(s streams) *cli.App {
 		Reader:  s.in, Writer: s.out, ErrWriter: s.err,
 		Metadata: map[string]any{command.NamesKey: command.Names(names)},
 		Flags: []cli.Flag{
-			&cli.StringFlag{Name: "addr", Usage: "the coordinator: https://host:port or unix:///path (DORMOUSE_ADDR)"},
+			&cli.StringFlag{Name: "addr", Usage: "the coordinator: https://host:port or unix:///path; several are separated by commas (DORMOUSE_ADDR)"},
 			&cli.StringFlag{Name: "api-key-file", Usage: "file with the API key (DORMOUSE_API_KEY has the key itself)"},
 			&cli.StringFlag{Name: "ca", Usage: "file with Dormouse's CA (DORMOUSE_CA)"},
 			&cli.StringFlag{Name: "context", Usage: "which context of the file that DORMOUSE_CONFIG names"},

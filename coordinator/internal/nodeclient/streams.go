@@ -2,15 +2,14 @@ package nodeclient
 
 import (
 	"context"
-	"strings"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/keepalive"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/dial"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 )
@@ -32,11 +31,7 @@ const (
 	ConnWindow   = 4 << 20
 )
 
-const (
-	connectTime = 5 * time.Second
-	// Pings find a node that is gone without closing its connection.
-	pingEvery, pingTimeout = 10 * time.Second, 5 * time.Second
-)
+const connectTime = 5 * time.Second
 
 // Streams keeps the connections of the data plane. They belong to no session and no term: a node that has
 // lost its coordinator goes on serving, and a coordinator that no longer leads goes on passing on.
@@ -114,16 +109,11 @@ func (s *Streams) dial(p Place, bulk bool) (*grpc.ClientConn, error) {
 		_ = c.cc.Close() // its only error is that it was closed already
 		delete(s.conns, key)
 	}
-	target := p.Address
-	if !strings.HasPrefix(target, "unix:") {
-		target = "passthrough:///" + target
-	}
 	opts := append(wire.DialOptions(),
 		grpc.WithTransportCredentials(credentials.NewTLS(s.tls(p.Node))), grpc.WithDisableRetry(),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage), grpc.MaxCallSendMsgSize(maxMessage)),
-		grpc.WithStaticStreamWindowSize(StreamWindow), grpc.WithStaticConnWindowSize(ConnWindow), grpc.WithIdleTimeout(0),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: pingEvery, Timeout: pingTimeout}))
-	cc, err := grpc.NewClient(target, opts...)
+		grpc.WithStaticStreamWindowSize(StreamWindow), grpc.WithStaticConnWindowSize(ConnWindow), grpc.WithIdleTimeout(0), dial.Option())
+	cc, err := grpc.NewClient(dial.Target(p.Address), opts...)
 	if err != nil {
 		return nil, errs.Wrap(err, errs.NodeAway, "node %s told an address that cannot be used", p.Node).With("node", p.Node)
 	}
