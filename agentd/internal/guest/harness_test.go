@@ -69,7 +69,7 @@ func mkfifos(t *testing.T, dir string) (in, out string) {
 func rootfs(t *testing.T) string {
 	t.Helper()
 	root := t.TempDir()
-	for _, d := range []string{"bin", "etc", "proc", "dev", "tmp", ".dormouse", "run", "etc/dormouse"} {
+	for _, d := range []string{"bin", "etc", "proc", "dev/pts", "tmp", ".dormouse", "run", "etc/dormouse"} {
 		must(t, os.MkdirAll(filepath.Join(root, d), 0o755))
 	}
 	must(t, os.Chmod(root, 0o755))
@@ -105,8 +105,10 @@ func newSandbox(t *testing.T) *sandbox {
 	s := &sandbox{root: rootfs(t)}
 	in, out := mkfifos(t, t.TempDir())
 	s.opts = Options{InPath: in, OutPath: out, SandboxUID: "0197-test-" + t.Name(), Generation: 1}
-	must(t, unix.Mknod(filepath.Join(s.root, "dev/null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
-	must(t, os.Chmod(filepath.Join(s.root, "dev/null"), 0o666))
+	for name, dev := range map[string]uint64{"dev/null": unix.Mkdev(1, 3), "dev/tty": unix.Mkdev(5, 0)} {
+		must(t, unix.Mknod(filepath.Join(s.root, name), unix.S_IFCHR|0o666, int(dev)))
+		must(t, os.Chmod(filepath.Join(s.root, name), 0o666))
+	}
 	must(t, syscall.Mount("proc", filepath.Join(s.root, "proc"), "proc", 0, ""))
 	t.Cleanup(func() { _ = syscall.Unmount(filepath.Join(s.root, "proc"), syscall.MNT_DETACH) })
 

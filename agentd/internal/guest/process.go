@@ -40,6 +40,24 @@ type StartRequest struct {
 	// HoldOutput makes the process wait, for at most 10 s, when an output has filled what is kept and
 	// nobody has opened it yet. It does not count when two requests are compared.
 	HoldOutput bool
+	// Terminal, if not nil, is what the process runs on instead of pipes: it is the input, and what comes
+	// out of it is Stdout; Stderr stays empty.
+	Terminal *Size
+	// Groups are supplementary ones, names or ids, beside those that the image gives the user.
+	Groups []string
+}
+
+// Size is a terminal's, in characters.
+type Size struct {
+	Rows, Columns int
+}
+
+func (s *Size) wire() *guestwire.Terminal {
+	if s == nil {
+		return nil
+	}
+	// What does not fit becomes what guest init refuses.
+	return &guestwire.Terminal{Rows: uint32(max(min(s.Rows, 1<<16), 0)), Columns: uint32(max(min(s.Columns, 1<<16), 0))}
 }
 
 // Process is what guest init knows of one.
@@ -55,6 +73,8 @@ type Process struct {
 	StdoutOffset, StderrOffset uint64
 	// Exit is nil while it runs.
 	Exit *Exit
+	// Terminal is the present size of its terminal, if it has one.
+	Terminal *Size
 }
 
 // Exit is how a process ended.
@@ -90,6 +110,9 @@ func processOf(p *guestwire.ProcessInfo) Process {
 		ID: clean(p.ProcessID), PID: int(p.PID & 0x7fffffff), StartTime: time.Unix(0, int64(p.StartTimeUnixNS)), Main: p.Main,
 		StdoutOffset: p.StdoutOffset, StderrOffset: p.StderrOffset, Exit: exitOf(p.Exit),
 	}
+	if t := p.Terminal; t != nil {
+		out.Terminal = &Size{Rows: int(t.Rows & 0xffff), Columns: int(t.Columns & 0xffff)}
+	}
 	for _, a := range p.Args {
 		out.Args = append(out.Args, strings.ToValidUTF8(a, "?"))
 	}
@@ -109,12 +132,12 @@ func (c *Conn) Start(ctx context.Context, r StartRequest) (Process, error) {
 	m := &guestwire.Start{
 		ProcessID: r.ID, Args: r.Args, Environment: r.Env, User: r.User, Directory: r.Dir,
 		TimeoutMS: uint64(max(r.Timeout, 0).Milliseconds()), Main: r.Main, OutputBytes: uint32(min(max(r.OutputBytes, 0), 1<<20)),
-		HoldOutput: r.HoldOutput,
+		HoldOutput: r.HoldOutput, Terminal: r.Terminal.wire(), Groups: r.Groups,
 	}
 	if r.Timeout > 0 && m.TimeoutMS == 0 {
 		m.TimeoutMS = 1
 	}
-	if r.Stdin {
+	if r.Stdin || r.Terminal != nil {
 		m.Stdin = guestwire.StdinPipe
 	}
 	// The order must not change between two Starts of the same request.
@@ -151,6 +174,11 @@ func (c *Conn) Signal(ctx context.Context, id string, sig syscall.Signal, tree b
 		return 0, err
 	}
 	return int(reply.Sent), nil
+}
+
+// Resize sets the size of the process's terminal: WRONG_PHASE when it has none.
+func (c *Conn) Resize(ctx context.Context, id string, size Size) error {
+	return c.roundTrip(ctx, &guestwire.Resize{ProcessID: id, Terminal: size.wire()}, &guestwire.Resized{})
 }
 
 // Forget drops an ended process with its output and exit; WRONG_PHASE while it runs.

@@ -145,6 +145,8 @@ func (a *agent) request(t guestwire.Type, stream uint32, payload []byte) (guestw
 		return with(payload, func(m *guestwire.StdinData) (guestwire.Message, *failure) { return a.stdinData(stream, m) })
 	case guestwire.TypeStdinClose:
 		return with(payload, func(m *guestwire.StdinClose) (guestwire.Message, *failure) { return a.stdinClose(stream, m) })
+	case guestwire.TypeResize:
+		return with(payload, a.resize)
 	case guestwire.TypeForget:
 		return with(payload, a.forget)
 	}
@@ -192,7 +194,7 @@ func (a *agent) hello(f guestwire.Frame, payload []byte) {
 	a.lookAgain()
 	a.send(f.Stream, &guestwire.Welcome{
 		Version: guestwire.Version, PreviousSandboxUID: a.prev.PreviousSandboxUID, PreviousGeneration: a.prev.PreviousGeneration,
-		Capabilities: []string{"process", "stdin", "quiesce", "identity"}, Build: a.cfg.Build,
+		Capabilities: []string{"process", "stdin", "quiesce", "identity", "terminal"}, Build: a.cfg.Build,
 		MaxPayload: guestwire.MaxPayload, MaxMessage: guestwire.MaxMessage, Processes: uint32(len(a.procs)),
 	})
 }

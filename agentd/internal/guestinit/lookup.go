@@ -81,6 +81,17 @@ func runnable(file, name string) *failure {
 	return nil
 }
 
+// terminalFailure says what a terminal that could not be made means.
+func terminalFailure(err error) *failure {
+	var errno syscall.Errno
+	_ = errors.As(err, &errno)
+	switch errno {
+	case syscall.EAGAIN, syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE, syscall.ENOSPC:
+		return fail("TOO_MANY", "the sandbox has no room for one more terminal; end some processes").with("resource", "terminals")
+	}
+	return fail("NOT_SUPPORTED", "the sandbox has no terminals at /dev/pts: "+err.Error()).with("feature", "terminal")
+}
+
 // execFailure says what a failed fork or exec means.
 func execFailure(err error, name string) *failure {
 	var errno syscall.Errno

@@ -14,6 +14,8 @@ const (
 	listArgsLimit = 4 << 10
 	// A pipe can be made this large; no more of it was there when a process ended.
 	pipeMost = 1 << 20
+	// More supplementary groups than this are not asked for.
+	maxGroups = 64
 )
 
 // process is one that was started through the channel.
@@ -27,7 +29,8 @@ type process struct {
 	main     bool
 	out      [2]outPipe // stdout, stderr
 	stdin    inPipe
-	deadline int64 // monotonic; 0 is none
+	size     *guestwire.Terminal // of its terminal; nil without one
+	deadline int64               // monotonic; 0 is none
 	timedOut bool
 	exit     *guestwire.Exit
 	waits    []uint32
@@ -91,8 +94,17 @@ func validStart(m *guestwire.Start) *failure {
 		return fail("INVALID_FIELD", "a command is needed").with("field", "args")
 	case m.Stdin > guestwire.StdinPipe:
 		return fail("NOT_SUPPORTED", "this guest init does not know the kind of input").with("feature", "stdin")
+	case m.Terminal != nil && m.Stdin != guestwire.StdinPipe:
+		return fail("INVALID_FIELD", "a terminal is the input, too").with("field", "stdin")
+	case len(m.Groups) > maxGroups:
+		return fail("LIMIT_EXCEEDED", "too many supplementary groups").with("field", "groups")
 	case m.Directory != "" && m.Directory[0] != '/':
 		return fail("INVALID_FIELD", "the working directory must be an absolute path").with("field", "directory")
+	}
+	if m.Terminal != nil {
+		if err := validTerminal(m.Terminal); err != nil {
+			return err
+		}
 	}
 	for _, list := range [][]string{m.Args, m.Environment, {m.Directory}} {
 		for _, s := range list {
@@ -112,6 +124,9 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 	if ferr != nil {
 		return ferr
 	}
+	if ferr := acc.join(m.Groups, group); ferr != nil {
+		return ferr
+	}
 	dir := m.Directory
 	if dir == "" {
 		dir = "/"
@@ -129,20 +144,18 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 	if m.OutputBytes != 0 {
 		limit = int(min(max(m.OutputBytes, minRing), maxRing))
 	}
-	theirs, err := p.pipes(m.Stdin == guestwire.StdinPipe, limit)
+	sys := &syscall.SysProcAttr{Credential: acc.cred, Setsid: true, Setctty: m.Terminal != nil}
+	theirs, files, ferr := p.connect(m, acc, limit)
 	defer func() {
 		for _, fd := range theirs {
 			_ = syscall.Close(int(fd))
 		}
 	}()
-	if err != nil {
+	if ferr != nil {
 		p.closePipes()
-		return execFailure(err, m.Args[0])
+		return ferr
 	}
-	pid, err := syscall.ForkExec(file, m.Args, &syscall.ProcAttr{
-		Dir: dir, Env: env, Files: theirs,
-		Sys: &syscall.SysProcAttr{Credential: acc.cred, Setsid: true},
-	})
+	pid, err := syscall.ForkExec(file, m.Args, &syscall.ProcAttr{Dir: dir, Env: env, Files: files, Sys: sys})
 	if err != nil {
 		p.closePipes()
 		return execFailure(err, m.Args[0])
@@ -156,25 +169,57 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 		if m.HoldOutput {
 			p.out[i].awaited = clock(clockMonotonic) + holdLimit
 		}
-		a.watch(p.out[i].fd, syscall.EPOLLIN, func(uint32) { a.readOutput(p, i) })
+		if p.out[i].fd >= 0 {
+			a.watch(p.out[i].fd, syscall.EPOLLIN, func(uint32) { a.readOutput(p, i) })
+		}
 	}
 	a.lookAgain()
 	return nil
 }
 
+// connect makes what the process reads and writes: theirs is to be closed by the caller, files are
+// the child's first three descriptors.
+func (p *process) connect(m *guestwire.Start, acc account, limit int) (theirs, files []uintptr, ferr *failure) {
+	if m.Terminal == nil {
+		theirs, err := p.pipes(m.Stdin == guestwire.StdinPipe, limit)
+		if err != nil {
+			return theirs, nil, execFailure(err, m.Args[0])
+		}
+		return theirs, theirs, nil
+	}
+	fd, err := p.terminal(*m.Terminal, acc.cred, limit)
+	if fd >= 0 {
+		theirs = []uintptr{uintptr(fd)}
+	}
+	if err != nil {
+		return theirs, nil, terminalFailure(err)
+	}
+	return theirs, []uintptr{uintptr(fd), uintptr(fd), uintptr(fd)}, nil
+}
+
 // environment gives the child's environment and its PATH. What is absent and everybody expects is
 // added; the secret environment comes last and goes to the main command only.
 func (a *agent) environment(m *guestwire.Start, home string) (env []string, path string) {
-	env = append(env, m.Environment...)
+	given := m.Environment
 	if m.Main {
-		env = append(env, a.secrets...)
+		given = append(given[:len(given):len(given)], a.secrets...)
+	}
+	env = append(env, processMark+m.ProcessID)
+	for _, kv := range given {
+		if !hasPrefix(kv, processMark) {
+			env = append(env, kv)
+		}
 	}
 	has := map[string]string{}
 	for _, kv := range env {
 		k, v, _ := cut(kv, '=')
 		has[k] = v
 	}
-	for _, d := range [][2]string{{"PATH", defaultPath}, {"HOME", home}, {"HOSTNAME", a.hostname}} {
+	term := ""
+	if m.Terminal != nil {
+		term = defaultTerm
+	}
+	for _, d := range [][2]string{{"PATH", defaultPath}, {"HOME", home}, {"HOSTNAME", a.hostname}, {"TERM", term}} {
 		if _, ok := has[d[0]]; !ok && d[1] != "" {
 			env = append(env, d[0]+"="+d[1])
 			has[d[0]] = d[1]
@@ -391,6 +436,7 @@ func (p *process) info() guestwire.ProcessInfo {
 	return guestwire.ProcessInfo{
 		ProcessID: p.id, PID: uint32(p.pid), StartTimeUnixNS: uint64(p.started), Args: args, Tags: p.tags, Main: p.main,
 		StdoutOffset: p.out[0].ring.end, StderrOffset: p.out[1].ring.end, Exit: p.exit,
+		Terminal: p.size,
 	}
 }
 

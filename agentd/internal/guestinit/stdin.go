@@ -21,6 +21,9 @@ type inPipe struct {
 	armed    bool
 	told     uint64 // the limit last told
 	stream   uint32
+	terminal bool // fd is a master: an end is typed
+	last     byte // taken last
+	ended    bool // the end is typed
 }
 
 func (s *inPipe) limit() uint64 { return s.accepted - uint64(len(s.pending)) + stdinWindow }
@@ -71,6 +74,9 @@ func (a *agent) stdinData(stream uint32, m *guestwire.StdinData) (guestwire.Mess
 	}
 	s.pending = append(s.pending, data...)
 	s.accepted += uint64(len(data))
+	if len(data) > 0 {
+		s.last = data[len(data)-1]
+	}
 	a.writeStdin(p)
 	return s.state(), nil
 }
@@ -97,7 +103,7 @@ func (a *agent) writeStdin(p *process) {
 		if errors.Is(err, syscall.EAGAIN) {
 			if !s.armed {
 				s.armed = true
-				a.watch(s.fd, syscall.EPOLLOUT, func(uint32) { a.stdinWritable(p) })
+				a.watch(s.fd, syscall.EPOLLOUT, func(events uint32) { a.stdinWritable(p, events) })
 			}
 			return
 		}
@@ -113,12 +119,21 @@ func (a *agent) writeStdin(p *process) {
 		s.armed = false
 		a.unwatch(s.fd)
 	}
-	if s.closing && len(s.pending) == 0 {
+	switch {
+	case !s.closing || s.fd < 0 || len(s.pending) > 0:
+	case s.terminal && !s.ended:
+		s.ended, s.pending = true, s.endOfInput()
+		a.writeStdin(p)
+	default:
 		a.closeStdin(p, false)
 	}
 }
 
-func (a *agent) stdinWritable(p *process) {
+func (a *agent) stdinWritable(p *process, events uint32) {
+	if p.stdin.terminal && events&syscall.EPOLLHUP != 0 { // nobody has it open
+		a.closeStdin(p, true)
+		return
+	}
 	a.writeStdin(p)
 	if s := &p.stdin; s.closed || s.limit()-s.told >= stdinWindow/4 {
 		a.news(p)

@@ -25,9 +25,17 @@ func (a *agent) signal(m *guestwire.Signal) (guestwire.Message, *failure) {
 	return &guestwire.Signaled{}, nil
 }
 
+// processMark is an environment variable that every process gets from init and hands on to what it
+// starts. By it a descendant is known that took a session of its own and lost its parent, as daemons
+// do.
+const processMark = "DORMOUSE_PROCESS_ID="
+
+// The environment of a process is looked through this far for the mark.
+const environLimit = 1 << 20
+
 // signalTree signals the process, its descendants, and whoever else is in its session, which it
-// leads: children that outlived it too. A descendant that took a session of its own and lost its
-// parent is no longer known to be one.
+// leads, or carries its mark: children that outlived it too. Only one that cleared its environment,
+// took a session of its own and lost its parent is no longer known to be one.
 func (a *agent) signalTree(p *process, sig syscall.Signal) int {
 	sent := map[int]bool{}
 	// A killed process may have forked while the table was read: look again until nobody is new.
@@ -49,8 +57,9 @@ type entry struct{ pid, parent, session int }
 
 // members lists the tree, its root first.
 func (a *agent) members(p *process) []int {
+	session := p.pid
 	if other := a.byPID[p.pid]; other != nil && other != p {
-		return nil // the pid, and with it the session, is another's now
+		session = -1 // the pid, and with it the session, is another's now
 	}
 	table := processTable()
 	in := map[int]bool{}
@@ -67,13 +76,37 @@ func (a *agent) members(p *process) []int {
 	for grown := true; grown; {
 		grown = false
 		for _, e := range table {
-			if !in[e.pid] && (e.session == p.pid || in[e.parent]) {
+			if !in[e.pid] && (e.session == session || in[e.parent]) {
 				add(e.pid)
 				grown = in[e.pid] || grown
 			}
 		}
+		if grown {
+			continue
+		}
+		for _, e := range table {
+			if !in[e.pid] && e.pid > 1 && a.byPID[e.pid] == nil && marked(e.pid, p.id) {
+				add(e.pid)
+				grown = true
+			}
+		}
 	}
 	return out
+}
+
+// marked tells whether a process has another's mark in the environment that it was executed with.
+func marked(pid int, id string) bool {
+	environ, err := readFile("/proc/"+itoa(uint64(pid))+"/environ", environLimit)
+	if err != nil {
+		return false
+	}
+	for rest := string(environ); rest != ""; {
+		var one string
+		if one, rest, _ = cut(rest, 0); one == processMark+id {
+			return true
+		}
+	}
+	return false
 }
 
 // processTable reads /proc. Without one it is empty, and a tree is its root.

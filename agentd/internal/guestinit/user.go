@@ -56,6 +56,18 @@ func lookupUser(spec string, passwd, group []byte) (account, *failure) {
 	return acc, nil
 }
 
+// join adds supplementary groups, names or ids.
+func (acc *account) join(groups []string, group []byte) *failure {
+	for _, g := range groups {
+		gid, ok := lookupGroup(g, group)
+		if !ok {
+			return fail("USER_NOT_FOUND", "the image has no group of this name; use one from its /etc/group, or a number").of("group", g)
+		}
+		acc.cred.Groups = append(acc.cred.Groups, gid)
+	}
+	return nil
+}
+
 func lookupGroup(grp string, group []byte) (gid uint32, ok bool) {
 	n, numeric := atoi(grp)
 	eachLine(group, func(f []string) bool {
@@ -112,6 +124,8 @@ func eachLine(data []byte, f func([]string) bool) {
 		}
 	}
 }
+
+func hasPrefix(s, prefix string) bool { return len(s) >= len(prefix) && s[:len(prefix)] == prefix }
 
 func cut(s string, sep byte) (before, after string, found bool) {
 	for i := range len(s) {

@@ -59,6 +59,9 @@ const (
 	TypeStdinState Type = 46
 	TypeForget     Type = 47
 	TypeForgotten  Type = 48
+
+	TypeResize  Type = 64
+	TypeResized Type = 65
 )
 
 // wireError is an error without the errors package's help.

@@ -11,6 +11,17 @@ func (m *Tag) fields(c *codec) {
 	c.str(2, &m.Value)
 }
 
+// Terminal is the size of a terminal.
+type Terminal struct {
+	Rows    uint32
+	Columns uint32
+}
+
+func (m *Terminal) fields(c *codec) {
+	c.u32(1, &m.Rows)
+	c.u32(2, &m.Columns)
+}
+
 // Start runs a process as a child of guest init.
 type Start struct {
 	ProcessID   string
@@ -24,6 +35,8 @@ type Start struct {
 	Main        bool
 	OutputBytes uint32
 	HoldOutput  bool
+	Terminal    *Terminal
+	Groups      []string
 }
 
 // Type gives the frame type.
@@ -41,6 +54,8 @@ func (m *Start) fields(c *codec) {
 	c.bool(9, &m.Main)
 	c.u32(10, &m.OutputBytes)
 	c.bool(11, &m.HoldOutput)
+	message(c, 12, &m.Terminal)
+	c.strs(13, &m.Groups)
 }
 
 // Started is a process that runs, or ran.
@@ -68,6 +83,7 @@ type ProcessInfo struct {
 	StdoutOffset    uint64
 	StderrOffset    uint64
 	Exit            *Exit
+	Terminal        *Terminal
 }
 
 func (m *ProcessInfo) fields(c *codec) {
@@ -80,6 +96,7 @@ func (m *ProcessInfo) fields(c *codec) {
 	c.u64(7, &m.StdoutOffset)
 	c.u64(8, &m.StderrOffset)
 	message(c, 9, &m.Exit)
+	message(c, 10, &m.Terminal)
 }
 
 // Exit is how a process ended.
@@ -310,6 +327,28 @@ type Forgotten struct{}
 func (*Forgotten) Type() Type { return TypeForgotten }
 
 func (*Forgotten) fields(*codec) {}
+
+// Resize sets the size of a process's terminal.
+type Resize struct {
+	ProcessID string
+	Terminal  *Terminal
+}
+
+// Type gives the frame type.
+func (*Resize) Type() Type { return TypeResize }
+
+func (m *Resize) fields(c *codec) {
+	c.str(1, &m.ProcessID)
+	message(c, 2, &m.Terminal)
+}
+
+// Resized is the answer.
+type Resized struct{}
+
+// Type gives the frame type.
+func (*Resized) Type() Type { return TypeResized }
+
+func (*Resized) fields(*codec) {}
 
 // The values of the enums.
 const (

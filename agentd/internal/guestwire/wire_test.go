@@ -27,6 +27,7 @@ var pairs = []struct {
 	{&OutputOpen{}, &guestv1.OutputOpen{}}, {&OutputData{}, &guestv1.OutputData{}}, {&OutputEnd{}, &guestv1.OutputEnd{}},
 	{&StdinOpen{}, &guestv1.StdinOpen{}}, {&StdinData{}, &guestv1.StdinData{}}, {&StdinClose{}, &guestv1.StdinClose{}},
 	{&StdinState{}, &guestv1.StdinState{}}, {&Forget{}, &guestv1.Forget{}}, {&Forgotten{}, &guestv1.Forgotten{}},
+	{&Terminal{}, &guestv1.Terminal{}}, {&Resize{}, &guestv1.Resize{}}, {&Resized{}, &guestv1.Resized{}},
 }
 
 // TestWireEqualsGenerated fills every message with distinct values and holds this package's bytes

@@ -96,6 +96,9 @@ const (
 	// Forget, answered by Forgotten.
 	FrameType_FRAME_TYPE_FORGET    FrameType = 47
 	FrameType_FRAME_TYPE_FORGOTTEN FrameType = 48
+	// Resize, answered by Resized.
+	FrameType_FRAME_TYPE_RESIZE  FrameType = 64
+	FrameType_FRAME_TYPE_RESIZED FrameType = 65
 )
 
 // Enum value maps for FrameType.
@@ -133,6 +136,8 @@ var (
 		46: "FRAME_TYPE_STDIN_STATE",
 		47: "FRAME_TYPE_FORGET",
 		48: "FRAME_TYPE_FORGOTTEN",
+		64: "FRAME_TYPE_RESIZE",
+		65: "FRAME_TYPE_RESIZED",
 	}
 	FrameType_value = map[string]int32{
 		"FRAME_TYPE_UNSPECIFIED":  0,
@@ -167,6 +172,8 @@ var (
 		"FRAME_TYPE_STDIN_STATE":  46,
 		"FRAME_TYPE_FORGET":       47,
 		"FRAME_TYPE_FORGOTTEN":    48,
+		"FRAME_TYPE_RESIZE":       64,
+		"FRAME_TYPE_RESIZED":      65,
 	}
 )
 
@@ -1309,6 +1316,59 @@ func (x *Tag) GetValue() string {
 	return ""
 }
 
+// Terminal is the size of a terminal, in characters; each is 1 to 4096.
+type Terminal struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rows          uint32                 `protobuf:"varint,1,opt,name=rows,proto3" json:"rows,omitempty"`
+	Columns       uint32                 `protobuf:"varint,2,opt,name=columns,proto3" json:"columns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Terminal) Reset() {
+	*x = Terminal{}
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Terminal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Terminal) ProtoMessage() {}
+
+func (x *Terminal) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Terminal.ProtoReflect.Descriptor instead.
+func (*Terminal) Descriptor() ([]byte, []int) {
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *Terminal) GetRows() uint32 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
+func (x *Terminal) GetColumns() uint32 {
+	if x != nil {
+		return x.Columns
+	}
+	return 0
+}
+
 // Start runs a process as a child of guest init. The same id and the same content again give the
 // same answer; the same id with other content is OPERATION_BODY_MISMATCH.
 type Start struct {
@@ -1329,14 +1389,19 @@ type Start struct {
 	OutputBytes uint32 `protobuf:"varint,10,opt,name=output_bytes,json=outputBytes,proto3" json:"output_bytes,omitempty"`
 	// Each output is held, as by a reader with hold, until one opens it, for at most 10 s. Not part
 	// of the content that is compared.
-	HoldOutput    bool `protobuf:"varint,11,opt,name=hold_output,json=holdOutput,proto3" json:"hold_output,omitempty"`
+	HoldOutput bool `protobuf:"varint,11,opt,name=hold_output,json=holdOutput,proto3" json:"hold_output,omitempty"`
+	// The process leads a session on a terminal of its own: its input and both outputs are that, what
+	// comes out is stdout, stderr stays empty and ends at once. stdin is PIPE.
+	Terminal *Terminal `protobuf:"bytes,12,opt,name=terminal,proto3" json:"terminal,omitempty"`
+	// Supplementary groups, names or ids, beside those that the image's accounts give the user.
+	Groups        []string `protobuf:"bytes,13,rep,name=groups,proto3" json:"groups,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Start) Reset() {
 	*x = Start{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[17]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1348,7 +1413,7 @@ func (x *Start) String() string {
 func (*Start) ProtoMessage() {}
 
 func (x *Start) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[17]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1361,7 +1426,7 @@ func (x *Start) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Start.ProtoReflect.Descriptor instead.
 func (*Start) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Start) GetProcessId() string {
@@ -1441,6 +1506,20 @@ func (x *Start) GetHoldOutput() bool {
 	return false
 }
 
+func (x *Start) GetTerminal() *Terminal {
+	if x != nil {
+		return x.Terminal
+	}
+	return nil
+}
+
+func (x *Start) GetGroups() []string {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
 // Started is a process that runs, or ran.
 type Started struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
@@ -1453,7 +1532,7 @@ type Started struct {
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[18]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1465,7 +1544,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[18]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1478,7 +1557,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Started) GetProcess() *ProcessInfo {
@@ -1509,14 +1588,16 @@ type ProcessInfo struct {
 	StdoutOffset uint64 `protobuf:"varint,7,opt,name=stdout_offset,json=stdoutOffset,proto3" json:"stdout_offset,omitempty"`
 	StderrOffset uint64 `protobuf:"varint,8,opt,name=stderr_offset,json=stderrOffset,proto3" json:"stderr_offset,omitempty"`
 	// Absent while it runs.
-	Exit          *Exit `protobuf:"bytes,9,opt,name=exit,proto3" json:"exit,omitempty"`
+	Exit *Exit `protobuf:"bytes,9,opt,name=exit,proto3" json:"exit,omitempty"`
+	// The present size of its terminal, if it has one.
+	Terminal      *Terminal `protobuf:"bytes,10,opt,name=terminal,proto3" json:"terminal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ProcessInfo) Reset() {
 	*x = ProcessInfo{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[19]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1528,7 +1609,7 @@ func (x *ProcessInfo) String() string {
 func (*ProcessInfo) ProtoMessage() {}
 
 func (x *ProcessInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[19]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1541,7 +1622,7 @@ func (x *ProcessInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProcessInfo.ProtoReflect.Descriptor instead.
 func (*ProcessInfo) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ProcessInfo) GetProcessId() string {
@@ -1607,6 +1688,13 @@ func (x *ProcessInfo) GetExit() *Exit {
 	return nil
 }
 
+func (x *ProcessInfo) GetTerminal() *Terminal {
+	if x != nil {
+		return x.Terminal
+	}
+	return nil
+}
+
 // Exit is how a process ended.
 type Exit struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1627,7 +1715,7 @@ type Exit struct {
 
 func (x *Exit) Reset() {
 	*x = Exit{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[20]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1639,7 +1727,7 @@ func (x *Exit) String() string {
 func (*Exit) ProtoMessage() {}
 
 func (x *Exit) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[20]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1652,7 +1740,7 @@ func (x *Exit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Exit.ProtoReflect.Descriptor instead.
 func (*Exit) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Exit) GetCode() uint32 {
@@ -1715,7 +1803,7 @@ type List struct {
 
 func (x *List) Reset() {
 	*x = List{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[21]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1727,7 +1815,7 @@ func (x *List) String() string {
 func (*List) ProtoMessage() {}
 
 func (x *List) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[21]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1740,7 +1828,7 @@ func (x *List) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use List.ProtoReflect.Descriptor instead.
 func (*List) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *List) GetProcessId() string {
@@ -1761,7 +1849,7 @@ type Listed struct {
 
 func (x *Listed) Reset() {
 	*x = Listed{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[22]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1773,7 +1861,7 @@ func (x *Listed) String() string {
 func (*Listed) ProtoMessage() {}
 
 func (x *Listed) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[22]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1786,7 +1874,7 @@ func (x *Listed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Listed.ProtoReflect.Descriptor instead.
 func (*Listed) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Listed) GetProcesses() []*ProcessInfo {
@@ -1815,7 +1903,7 @@ type Signal struct {
 
 func (x *Signal) Reset() {
 	*x = Signal{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[23]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1827,7 +1915,7 @@ func (x *Signal) String() string {
 func (*Signal) ProtoMessage() {}
 
 func (x *Signal) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[23]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1840,7 +1928,7 @@ func (x *Signal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Signal.ProtoReflect.Descriptor instead.
 func (*Signal) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Signal) GetProcessId() string {
@@ -1875,7 +1963,7 @@ type Signaled struct {
 
 func (x *Signaled) Reset() {
 	*x = Signaled{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[24]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1887,7 +1975,7 @@ func (x *Signaled) String() string {
 func (*Signaled) ProtoMessage() {}
 
 func (x *Signaled) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[24]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1900,7 +1988,7 @@ func (x *Signaled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Signaled.ProtoReflect.Descriptor instead.
 func (*Signaled) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Signaled) GetSent() uint32 {
@@ -1920,7 +2008,7 @@ type Wait struct {
 
 func (x *Wait) Reset() {
 	*x = Wait{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[25]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1932,7 +2020,7 @@ func (x *Wait) String() string {
 func (*Wait) ProtoMessage() {}
 
 func (x *Wait) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[25]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1945,7 +2033,7 @@ func (x *Wait) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Wait.ProtoReflect.Descriptor instead.
 func (*Wait) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Wait) GetProcessId() string {
@@ -1965,7 +2053,7 @@ type Exited struct {
 
 func (x *Exited) Reset() {
 	*x = Exited{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[26]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1977,7 +2065,7 @@ func (x *Exited) String() string {
 func (*Exited) ProtoMessage() {}
 
 func (x *Exited) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[26]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1990,7 +2078,7 @@ func (x *Exited) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Exited.ProtoReflect.Descriptor instead.
 func (*Exited) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Exited) GetExit() *Exit {
@@ -2018,7 +2106,7 @@ type OutputOpen struct {
 
 func (x *OutputOpen) Reset() {
 	*x = OutputOpen{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[27]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2030,7 +2118,7 @@ func (x *OutputOpen) String() string {
 func (*OutputOpen) ProtoMessage() {}
 
 func (x *OutputOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[27]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2043,7 +2131,7 @@ func (x *OutputOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputOpen.ProtoReflect.Descriptor instead.
 func (*OutputOpen) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *OutputOpen) GetProcessId() string {
@@ -2102,7 +2190,7 @@ type OutputData struct {
 
 func (x *OutputData) Reset() {
 	*x = OutputData{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[28]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2114,7 +2202,7 @@ func (x *OutputData) String() string {
 func (*OutputData) ProtoMessage() {}
 
 func (x *OutputData) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[28]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2127,7 +2215,7 @@ func (x *OutputData) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputData.ProtoReflect.Descriptor instead.
 func (*OutputData) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{28}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *OutputData) GetOffset() uint64 {
@@ -2165,7 +2253,7 @@ type OutputEnd struct {
 
 func (x *OutputEnd) Reset() {
 	*x = OutputEnd{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[29]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2177,7 +2265,7 @@ func (x *OutputEnd) String() string {
 func (*OutputEnd) ProtoMessage() {}
 
 func (x *OutputEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[29]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2190,7 +2278,7 @@ func (x *OutputEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputEnd.ProtoReflect.Descriptor instead.
 func (*OutputEnd) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{29}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *OutputEnd) GetOffset() uint64 {
@@ -2224,7 +2312,7 @@ type StdinOpen struct {
 
 func (x *StdinOpen) Reset() {
 	*x = StdinOpen{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[30]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2236,7 +2324,7 @@ func (x *StdinOpen) String() string {
 func (*StdinOpen) ProtoMessage() {}
 
 func (x *StdinOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[30]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2249,7 +2337,7 @@ func (x *StdinOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinOpen.ProtoReflect.Descriptor instead.
 func (*StdinOpen) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{30}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *StdinOpen) GetProcessId() string {
@@ -2270,7 +2358,7 @@ type StdinData struct {
 
 func (x *StdinData) Reset() {
 	*x = StdinData{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[31]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2282,7 +2370,7 @@ func (x *StdinData) String() string {
 func (*StdinData) ProtoMessage() {}
 
 func (x *StdinData) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[31]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2295,7 +2383,7 @@ func (x *StdinData) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinData.ProtoReflect.Descriptor instead.
 func (*StdinData) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{31}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *StdinData) GetOffset() uint64 {
@@ -2312,7 +2400,8 @@ func (x *StdinData) GetData() []byte {
 	return nil
 }
 
-// StdinClose closes the input once everything before offset has been read.
+// StdinClose closes the input once everything before offset has been read. A terminal gets its
+// end-of-file character instead, twice where the input before it does not end a line.
 type StdinClose struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Offset        uint64                 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
@@ -2322,7 +2411,7 @@ type StdinClose struct {
 
 func (x *StdinClose) Reset() {
 	*x = StdinClose{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[32]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2334,7 +2423,7 @@ func (x *StdinClose) String() string {
 func (*StdinClose) ProtoMessage() {}
 
 func (x *StdinClose) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[32]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2347,7 +2436,7 @@ func (x *StdinClose) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinClose.ProtoReflect.Descriptor instead.
 func (*StdinClose) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{32}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *StdinClose) GetOffset() uint64 {
@@ -2373,7 +2462,7 @@ type StdinState struct {
 
 func (x *StdinState) Reset() {
 	*x = StdinState{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[33]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +2474,7 @@ func (x *StdinState) String() string {
 func (*StdinState) ProtoMessage() {}
 
 func (x *StdinState) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[33]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +2487,7 @@ func (x *StdinState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StdinState.ProtoReflect.Descriptor instead.
 func (*StdinState) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{33}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *StdinState) GetAcceptedOffset() uint64 {
@@ -2439,7 +2528,7 @@ type Forget struct {
 
 func (x *Forget) Reset() {
 	*x = Forget{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[34]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2451,7 +2540,7 @@ func (x *Forget) String() string {
 func (*Forget) ProtoMessage() {}
 
 func (x *Forget) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[34]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2464,7 +2553,7 @@ func (x *Forget) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Forget.ProtoReflect.Descriptor instead.
 func (*Forget) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{34}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Forget) GetProcessId() string {
@@ -2483,7 +2572,7 @@ type Forgotten struct {
 
 func (x *Forgotten) Reset() {
 	*x = Forgotten{}
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[35]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2495,7 +2584,7 @@ func (x *Forgotten) String() string {
 func (*Forgotten) ProtoMessage() {}
 
 func (x *Forgotten) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[35]
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2508,7 +2597,98 @@ func (x *Forgotten) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Forgotten.ProtoReflect.Descriptor instead.
 func (*Forgotten) Descriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{35}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{36}
+}
+
+// Resize sets the size of a process's terminal, which sends SIGWINCH to its foreground group when
+// it differs. WRONG_PHASE when the process has no terminal; nothing happens when it has ended.
+type Resize struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	ProcessId     string                 `protobuf:"bytes,1,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	Terminal      *Terminal              `protobuf:"bytes,2,opt,name=terminal,proto3" json:"terminal,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Resize) Reset() {
+	*x = Resize{}
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Resize) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Resize) ProtoMessage() {}
+
+func (x *Resize) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Resize.ProtoReflect.Descriptor instead.
+func (*Resize) Descriptor() ([]byte, []int) {
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *Resize) GetProcessId() string {
+	if x != nil {
+		return x.ProcessId
+	}
+	return ""
+}
+
+func (x *Resize) GetTerminal() *Terminal {
+	if x != nil {
+		return x.Terminal
+	}
+	return nil
+}
+
+// Resized is the answer.
+type Resized struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Resized) Reset() {
+	*x = Resized{}
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Resized) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Resized) ProtoMessage() {}
+
+func (x *Resized) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_guest_v1_guest_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Resized.ProtoReflect.Descriptor instead.
+func (*Resized) Descriptor() ([]byte, []int) {
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{38}
 }
 
 var File_dormouse_guest_v1_guest_proto protoreflect.FileDescriptor
@@ -2579,7 +2759,10 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\vStreamClose\"-\n" +
 	"\x03Tag\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value\"\xe5\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"8\n" +
+	"\bTerminal\x12\x12\n" +
+	"\x04rows\x18\x01 \x01(\rR\x04rows\x12\x18\n" +
+	"\acolumns\x18\x02 \x01(\rR\acolumns\"\xb6\x03\n" +
 	"\x05Start\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\x01 \x01(\tR\tprocessId\x12\x12\n" +
@@ -2595,10 +2778,12 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\foutput_bytes\x18\n" +
 	" \x01(\rR\voutputBytes\x12\x1f\n" +
 	"\vhold_output\x18\v \x01(\bR\n" +
-	"holdOutput\"_\n" +
+	"holdOutput\x127\n" +
+	"\bterminal\x18\f \x01(\v2\x1b.dormouse.guest.v1.TerminalR\bterminal\x12\x16\n" +
+	"\x06groups\x18\r \x03(\tR\x06groups\"_\n" +
 	"\aStarted\x128\n" +
 	"\aprocess\x18\x01 \x01(\v2\x1e.dormouse.guest.v1.ProcessInfoR\aprocess\x12\x1a\n" +
-	"\bexisting\x18\x02 \x01(\bR\bexisting\"\xb6\x02\n" +
+	"\bexisting\x18\x02 \x01(\bR\bexisting\"\xef\x02\n" +
 	"\vProcessInfo\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\x01 \x01(\tR\tprocessId\x12\x10\n" +
@@ -2609,7 +2794,9 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\x04main\x18\x06 \x01(\bR\x04main\x12#\n" +
 	"\rstdout_offset\x18\a \x01(\x04R\fstdoutOffset\x12#\n" +
 	"\rstderr_offset\x18\b \x01(\x04R\fstderrOffset\x12+\n" +
-	"\x04exit\x18\t \x01(\v2\x17.dormouse.guest.v1.ExitR\x04exit\"\xdc\x01\n" +
+	"\x04exit\x18\t \x01(\v2\x17.dormouse.guest.v1.ExitR\x04exit\x127\n" +
+	"\bterminal\x18\n" +
+	" \x01(\v2\x1b.dormouse.guest.v1.TerminalR\bterminal\"\xdc\x01\n" +
 	"\x04Exit\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x16\n" +
 	"\x06signal\x18\x02 \x01(\rR\x06signal\x12\x1f\n" +
@@ -2675,7 +2862,12 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\x06Forget\x12\x1d\n" +
 	"\n" +
 	"process_id\x18\x01 \x01(\tR\tprocessId\"\v\n" +
-	"\tForgotten*\x9f\x06\n" +
+	"\tForgotten\"`\n" +
+	"\x06Resize\x12\x1d\n" +
+	"\n" +
+	"process_id\x18\x01 \x01(\tR\tprocessId\x127\n" +
+	"\bterminal\x18\x02 \x01(\v2\x1b.dormouse.guest.v1.TerminalR\bterminal\"\t\n" +
+	"\aResized*\xce\x06\n" +
 	"\tFrameType\x12\x1a\n" +
 	"\x16FRAME_TYPE_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10FRAME_TYPE_HELLO\x10\x01\x12\x16\n" +
@@ -2709,7 +2901,9 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\x16FRAME_TYPE_STDIN_CLOSE\x10-\x12\x1a\n" +
 	"\x16FRAME_TYPE_STDIN_STATE\x10.\x12\x15\n" +
 	"\x11FRAME_TYPE_FORGET\x10/\x12\x18\n" +
-	"\x14FRAME_TYPE_FORGOTTEN\x100*<\n" +
+	"\x14FRAME_TYPE_FORGOTTEN\x100\x12\x15\n" +
+	"\x11FRAME_TYPE_RESIZE\x10@\x12\x16\n" +
+	"\x12FRAME_TYPE_RESIZED\x10A*<\n" +
 	"\tStdinMode\x12\x1a\n" +
 	"\x16STDIN_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fSTDIN_MODE_PIPE\x10\x01*a\n" +
@@ -2735,7 +2929,7 @@ func file_dormouse_guest_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_guest_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_dormouse_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_dormouse_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
 var file_dormouse_guest_v1_guest_proto_goTypes = []any{
 	(FrameType)(0),      // 0: dormouse.guest.v1.FrameType
 	(StdinMode)(0),      // 1: dormouse.guest.v1.StdinMode
@@ -2758,43 +2952,49 @@ var file_dormouse_guest_v1_guest_proto_goTypes = []any{
 	(*Credit)(nil),      // 18: dormouse.guest.v1.Credit
 	(*StreamClose)(nil), // 19: dormouse.guest.v1.StreamClose
 	(*Tag)(nil),         // 20: dormouse.guest.v1.Tag
-	(*Start)(nil),       // 21: dormouse.guest.v1.Start
-	(*Started)(nil),     // 22: dormouse.guest.v1.Started
-	(*ProcessInfo)(nil), // 23: dormouse.guest.v1.ProcessInfo
-	(*Exit)(nil),        // 24: dormouse.guest.v1.Exit
-	(*List)(nil),        // 25: dormouse.guest.v1.List
-	(*Listed)(nil),      // 26: dormouse.guest.v1.Listed
-	(*Signal)(nil),      // 27: dormouse.guest.v1.Signal
-	(*Signaled)(nil),    // 28: dormouse.guest.v1.Signaled
-	(*Wait)(nil),        // 29: dormouse.guest.v1.Wait
-	(*Exited)(nil),      // 30: dormouse.guest.v1.Exited
-	(*OutputOpen)(nil),  // 31: dormouse.guest.v1.OutputOpen
-	(*OutputData)(nil),  // 32: dormouse.guest.v1.OutputData
-	(*OutputEnd)(nil),   // 33: dormouse.guest.v1.OutputEnd
-	(*StdinOpen)(nil),   // 34: dormouse.guest.v1.StdinOpen
-	(*StdinData)(nil),   // 35: dormouse.guest.v1.StdinData
-	(*StdinClose)(nil),  // 36: dormouse.guest.v1.StdinClose
-	(*StdinState)(nil),  // 37: dormouse.guest.v1.StdinState
-	(*Forget)(nil),      // 38: dormouse.guest.v1.Forget
-	(*Forgotten)(nil),   // 39: dormouse.guest.v1.Forgotten
+	(*Terminal)(nil),    // 21: dormouse.guest.v1.Terminal
+	(*Start)(nil),       // 22: dormouse.guest.v1.Start
+	(*Started)(nil),     // 23: dormouse.guest.v1.Started
+	(*ProcessInfo)(nil), // 24: dormouse.guest.v1.ProcessInfo
+	(*Exit)(nil),        // 25: dormouse.guest.v1.Exit
+	(*List)(nil),        // 26: dormouse.guest.v1.List
+	(*Listed)(nil),      // 27: dormouse.guest.v1.Listed
+	(*Signal)(nil),      // 28: dormouse.guest.v1.Signal
+	(*Signaled)(nil),    // 29: dormouse.guest.v1.Signaled
+	(*Wait)(nil),        // 30: dormouse.guest.v1.Wait
+	(*Exited)(nil),      // 31: dormouse.guest.v1.Exited
+	(*OutputOpen)(nil),  // 32: dormouse.guest.v1.OutputOpen
+	(*OutputData)(nil),  // 33: dormouse.guest.v1.OutputData
+	(*OutputEnd)(nil),   // 34: dormouse.guest.v1.OutputEnd
+	(*StdinOpen)(nil),   // 35: dormouse.guest.v1.StdinOpen
+	(*StdinData)(nil),   // 36: dormouse.guest.v1.StdinData
+	(*StdinClose)(nil),  // 37: dormouse.guest.v1.StdinClose
+	(*StdinState)(nil),  // 38: dormouse.guest.v1.StdinState
+	(*Forget)(nil),      // 39: dormouse.guest.v1.Forget
+	(*Forgotten)(nil),   // 40: dormouse.guest.v1.Forgotten
+	(*Resize)(nil),      // 41: dormouse.guest.v1.Resize
+	(*Resized)(nil),     // 42: dormouse.guest.v1.Resized
 }
 var file_dormouse_guest_v1_guest_proto_depIdxs = []int32{
 	8,  // 0: dormouse.guest.v1.Configure.hosts:type_name -> dormouse.guest.v1.HostEntry
 	9,  // 1: dormouse.guest.v1.Configure.resolver:type_name -> dormouse.guest.v1.Resolver
 	1,  // 2: dormouse.guest.v1.Start.stdin:type_name -> dormouse.guest.v1.StdinMode
 	20, // 3: dormouse.guest.v1.Start.tags:type_name -> dormouse.guest.v1.Tag
-	23, // 4: dormouse.guest.v1.Started.process:type_name -> dormouse.guest.v1.ProcessInfo
-	20, // 5: dormouse.guest.v1.ProcessInfo.tags:type_name -> dormouse.guest.v1.Tag
-	24, // 6: dormouse.guest.v1.ProcessInfo.exit:type_name -> dormouse.guest.v1.Exit
-	23, // 7: dormouse.guest.v1.Listed.processes:type_name -> dormouse.guest.v1.ProcessInfo
-	24, // 8: dormouse.guest.v1.Exited.exit:type_name -> dormouse.guest.v1.Exit
-	2,  // 9: dormouse.guest.v1.OutputOpen.output:type_name -> dormouse.guest.v1.OutputStream
-	3,  // 10: dormouse.guest.v1.OutputOpen.follow:type_name -> dormouse.guest.v1.OutputFollow
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	21, // 4: dormouse.guest.v1.Start.terminal:type_name -> dormouse.guest.v1.Terminal
+	24, // 5: dormouse.guest.v1.Started.process:type_name -> dormouse.guest.v1.ProcessInfo
+	20, // 6: dormouse.guest.v1.ProcessInfo.tags:type_name -> dormouse.guest.v1.Tag
+	25, // 7: dormouse.guest.v1.ProcessInfo.exit:type_name -> dormouse.guest.v1.Exit
+	21, // 8: dormouse.guest.v1.ProcessInfo.terminal:type_name -> dormouse.guest.v1.Terminal
+	24, // 9: dormouse.guest.v1.Listed.processes:type_name -> dormouse.guest.v1.ProcessInfo
+	25, // 10: dormouse.guest.v1.Exited.exit:type_name -> dormouse.guest.v1.Exit
+	2,  // 11: dormouse.guest.v1.OutputOpen.output:type_name -> dormouse.guest.v1.OutputStream
+	3,  // 12: dormouse.guest.v1.OutputOpen.follow:type_name -> dormouse.guest.v1.OutputFollow
+	21, // 13: dormouse.guest.v1.Resize.terminal:type_name -> dormouse.guest.v1.Terminal
+	14, // [14:14] is the sub-list for method output_type
+	14, // [14:14] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_guest_v1_guest_proto_init() }
@@ -2808,7 +3008,7 @@ func file_dormouse_guest_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_guest_v1_guest_proto_rawDesc), len(file_dormouse_guest_v1_guest_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   36,
+			NumMessages:   39,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -3,16 +3,28 @@ package main
 
 import (
 	"bufio"
+	"crypto/sha256"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"os/signal"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
+
+func terminalSize() string {
+	w, err := unix.IoctlGetWinsize(0, unix.TIOCGWINSZ)
+	if err != nil {
+		return err.Error()
+	}
+	return fmt.Sprintf("%d %d", w.Row, w.Col)
+}
 
 func main() {
 	if len(os.Args) < 2 {
@@ -31,6 +43,9 @@ func main() {
 		if err := syscall.Mount("proc", "/proc", "proc", 0, ""); err != nil {
 			fmt.Fprintln(os.Stderr, "mount /proc:", err)
 		}
+		if err := syscall.Mount("devpts", "/dev/pts", "devpts", 0, "newinstance,ptmxmode=0666,mode=0620"); err != nil {
+			fmt.Fprintln(os.Stderr, "mount /dev/pts:", err)
+		}
 		fmt.Fprintln(os.Stderr, syscall.Exec(os.Args[2], os.Args[2:], os.Environ()))
 		os.Exit(1)
 	case "exit":
@@ -44,6 +59,7 @@ func main() {
 		}
 	case "whoami":
 		groups, _ := os.Getgroups()
+		slices.Sort(groups)
 		dir, _ := os.Getwd()
 		status, _ := os.ReadFile("/proc/self/status")
 		bounding := ""
@@ -63,6 +79,14 @@ func main() {
 			n -= k
 		}
 		_ = w.Flush()
+	case "digest": // of n bytes of input
+		fmt.Println("ready")
+		sum := sha256.New()
+		n, err := io.CopyN(sum, os.Stdin, int64(number(2)))
+		if err != nil {
+			fmt.Println(n, err)
+		}
+		fmt.Printf("%x\n", sum.Sum(nil))
 	case "count": // a line every few milliseconds, for ever
 		for i := 0; ; i++ {
 			fmt.Println(os.Getpid(), i)
@@ -86,6 +110,43 @@ func main() {
 		}
 		fmt.Println("ready")
 		time.Sleep(time.Hour)
+	case "daemon": // leave one behind that leads its own session and has no parent any more
+		c := exec.Command("/bin/subject", "between")
+		c.Stdout = os.Stdout
+		fmt.Println(c.Run())
+		time.Sleep(time.Hour)
+	case "between":
+		c := exec.Command("/bin/subject", "sleep")
+		c.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+		fmt.Println(c.Start())
+	case "tty": // what the terminal is
+		fmt.Println(terminalSize())
+		group, err := unix.IoctlGetInt(0, unix.TIOCGPGRP)
+		fmt.Println(group == os.Getpid(), err, os.Getenv("TERM"))
+		var st syscall.Stat_t
+		fmt.Println(syscall.Fstat(1, &st), st.Uid, st.Mode&syscall.S_IFMT == syscall.S_IFCHR)
+		_, err = os.OpenFile("/dev/tty", os.O_RDWR, 0)
+		fmt.Println(err)
+	case "winch": // the size, and again at each SIGWINCH
+		ch := make(chan os.Signal, 16)
+		signal.Notify(ch, syscall.SIGWINCH)
+		for {
+			fmt.Println(terminalSize())
+			<-ch
+		}
+	case "raw": // make the terminal raw, then do another thing
+		termios, err := unix.IoctlGetTermios(0, unix.TCGETS)
+		if err == nil {
+			termios.Oflag &^= unix.OPOST
+			termios.Iflag &^= unix.ICRNL | unix.IXON
+			termios.Lflag &^= unix.ECHO | unix.ICANON | unix.ISIG | unix.IEXTEN
+			err = unix.IoctlSetTermios(0, unix.TCSETS, termios)
+		}
+		if err != nil {
+			fmt.Println(err)
+		}
+		os.Args = append(os.Args[:1], os.Args[2:]...)
+		main()
 	case "orphan": // leave a child behind that ends soon
 		c := exec.Command("/bin/subject", "sleep")
 		c.Stdout = os.Stdout
