@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -42,10 +43,10 @@ func (s *Sandbox) Start(ctx context.Context, spec *dormousev1.ProcessSpec, id st
 	return p, nil
 }
 
-// Processes lists the processes that guest init knows.
-func (s *Sandbox) Processes(ctx context.Context) ([]*dormousev1.Process, error) {
+// Processes lists the processes that guest init knows; with tags, "key=value", those that have all of them.
+func (s *Sandbox) Processes(ctx context.Context, tags ...string) ([]*dormousev1.Process, error) {
 	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.ListProcessesResponse, error) {
-		return s.c.processes.ListProcesses(ctx, &dormousev1.ListProcessesRequest{SandboxUid: s.UID})
+		return s.c.processes.ListProcesses(ctx, &dormousev1.ListProcessesRequest{SandboxUid: s.UID, Tags: tags})
 	})
 	return resp.GetProcesses(), err
 }
@@ -94,6 +95,16 @@ func (p *Process) Refresh(ctx context.Context) error {
 // error with outcome unknown.
 func (p *Process) Signal(ctx context.Context, signal int32, tree bool) error {
 	_, err := p.c.processes.SignalProcess(ctx, &dormousev1.SignalProcessRequest{SandboxUid: p.Sandbox, ProcessId: p.ID, Signal: signal, Tree: tree})
+	return err
+}
+
+// Resize sets the size of the process's terminal.
+func (p *Process) Resize(ctx context.Context, rows, cols int) error {
+	req := &dormousev1.ResizeTerminalRequest{SandboxUid: p.Sandbox, ProcessId: p.ID,
+		Terminal: &dormousev1.Terminal{Rows: int32(min(rows, math.MaxInt32)), Cols: int32(min(cols, math.MaxInt32))}}
+	_, err := retry(ctx, func(ctx context.Context) (*dormousev1.ResizeTerminalResponse, error) {
+		return p.c.processes.ResizeTerminal(ctx, req)
+	})
 	return err
 }
 

@@ -17,9 +17,6 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/guest"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/pkg/errs"
-	"github.com/dormouse-run/dormouse/pkg/sandbox"
-	"github.com/dormouse-run/dormouse/pkg/uid"
-	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -46,75 +43,14 @@ type Processes struct {
 	Sandboxes Sandboxes
 }
 
-const (
-	maxProcessID = 64
-	maxTags      = 64
-)
-
-func checkSpec(id string, p *dormousev1.ProcessSpec) error {
-	argv := p.GetArgv()
-	if len(argv) == 0 {
-		return errs.New(errs.InvalidField, "spec.argv: name a program").With("field", "spec.argv")
-	}
-	if len(id) > maxProcessID || strings.ContainsFunc(id, func(r rune) bool { return r <= ' ' || r > '~' }) {
-		return errs.New(errs.InvalidField, "process_id: at most %d printable characters", maxProcessID).With("field", "process_id")
-	}
-	if id == runner.MainID {
-		return errs.New(errs.InvalidField, "process_id: %q is the sandbox's own command; choose another", id).With("field", "process_id")
-	}
-	if len(p.GetTags()) > maxTags {
-		return errs.New(errs.LimitExceeded, "spec.tags: at most %d", maxTags).With("field", "spec.tags")
-	}
-	if t := p.GetTimeout(); t != nil && (t.CheckValid() != nil || t.AsDuration() < 0) {
-		return errs.New(errs.InvalidField, "spec.timeout: must not be negative").With("field", "spec.timeout")
-	}
-	for _, problem := range []*sandbox.Problem{
-		sandbox.ValidateArgv("spec.argv", argv), sandbox.ValidateEnv("spec.env", p.GetEnv()),
-		sandbox.ValidateUser("spec.user", p.GetUser()), sandbox.ValidatePath("spec.working_dir", p.GetWorkingDir()),
-		sandbox.ValidateLabels("spec.tags", p.GetTags()),
-	} {
-		if err := wire.FromProblem(problem); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// start starts a process with the sandbox's defaults where the caller says nothing. With hold its
-// output waits for its first reader, which the caller is about to be.
-func (s *Processes) start(ctx context.Context, sandboxUID, id string, p *dormousev1.ProcessSpec, hold bool) (*guest.Conn, guest.Process, error) {
-	if err := first(checkUID("sandbox_uid", sandboxUID), checkSpec(id, p)); err != nil {
-		return nil, guest.Process{}, err
-	}
-	conn, err := s.Sandboxes.Channel(sandboxUID)
-	if err != nil {
-		return nil, guest.Process{}, err
-	}
-	d, err := s.Sandboxes.Defaults(sandboxUID)
-	if err != nil {
-		return nil, guest.Process{}, err
-	}
-	if id == "" {
-		id = uid.New()
-	}
-	req := guest.StartRequest{
-		ID: id, Args: p.GetArgv(), Env: runner.MergeEnv(d.Env, p.GetEnv()), User: d.User, Dir: d.Dir,
-		Stdin: p.GetStdin(), Timeout: p.GetTimeout().AsDuration(), Tags: p.GetTags(), HoldOutput: hold,
-	}
-	if p.GetUser() != "" {
-		req.User = p.GetUser()
-	}
-	if p.GetWorkingDir() != "" {
-		req.Dir = p.GetWorkingDir()
-	}
-	proc, err := conn.Start(ctx, req)
-	return conn, proc, err
-}
-
 // ProcessToProto gives the public form of a process.
 func ProcessToProto(p guest.Process) *dormousev1.Process {
+	spec := &dormousev1.ProcessSpec{Argv: texts(p.Args), Tags: maps.Clone(p.Tags)}
+	if t := p.Terminal; t != nil {
+		spec.Terminal = &dormousev1.Terminal{Rows: int32(t.Rows), Cols: int32(t.Columns)}
+	}
 	return &dormousev1.Process{
-		ProcessId: p.ID, Spec: &dormousev1.ProcessSpec{Argv: texts(p.Args), Tags: maps.Clone(p.Tags)}, Pid: int32(p.PID),
+		ProcessId: p.ID, Spec: spec, Pid: int32(p.PID),
 		StartTime: timestamppb.New(p.StartTime), Exit: exitToProto(p.Exit), StdoutOffset: p.StdoutOffset, StderrOffset: p.StderrOffset, Main: p.Main,
 	}
 }
@@ -193,10 +129,15 @@ func (s *Processes) list(ctx context.Context, sandboxUID string) ([]*dormousev1.
 
 // ListProcesses implements ProcessService.
 func (s *Processes) ListProcesses(ctx context.Context, req *dormousev1.ListProcessesRequest) (*dormousev1.ListProcessesResponse, error) {
+	want, err := tagFilter(req.GetTags())
+	if err != nil {
+		return nil, err
+	}
 	all, err := s.list(ctx, req.GetSandboxUid())
 	if err != nil {
 		return nil, err
 	}
+	all = slices.DeleteFunc(all, func(p *dormousev1.Process) bool { return !hasTags(p.GetSpec().GetTags(), want) })
 	return &dormousev1.ListProcessesResponse{Processes: all}, nil
 }
 
@@ -260,6 +201,25 @@ func (s *Processes) SignalProcess(ctx context.Context, req *dormousev1.SignalPro
 		return nil, err
 	}
 	return &dormousev1.SignalProcessResponse{}, nil
+}
+
+// ResizeTerminal implements ProcessService.
+func (s *Processes) ResizeTerminal(ctx context.Context, req *dormousev1.ResizeTerminalRequest) (*dormousev1.ResizeTerminalResponse, error) {
+	size, err := sizeOf("terminal", req.GetTerminal())
+	if err := first(checkUID("sandbox_uid", req.GetSandboxUid()), err); err != nil {
+		return nil, err
+	}
+	if size == nil {
+		return nil, errs.New(errs.InvalidField, "terminal: give its size").With("field", "terminal")
+	}
+	conn, err := s.Sandboxes.Channel(req.GetSandboxUid())
+	if err != nil {
+		return nil, err
+	}
+	if err := conn.Resize(ctx, req.GetProcessId(), *size); err != nil {
+		return nil, err
+	}
+	return &dormousev1.ResizeTerminalResponse{}, nil
 }
 
 // WriteInput implements ProcessService.

@@ -74,16 +74,25 @@ func (OutputStream) EnumDescriptor() ([]byte, []int) {
 
 type ProcessSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Argv  []string               `protobuf:"bytes,1,rep,name=argv,proto3" json:"argv,omitempty"`
-	Env   map[string]string      `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The program and its arguments; exactly one of argv and shell is given.
+	Argv []string          `protobuf:"bytes,1,rep,name=argv,proto3" json:"argv,omitempty"`
+	Env  map[string]string `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// A name, a uid, or uid:gid. Empty takes the sandbox's.
 	User       string `protobuf:"bytes,3,opt,name=user,proto3" json:"user,omitempty"`
 	WorkingDir string `protobuf:"bytes,4,opt,name=working_dir,json=workingDir,proto3" json:"working_dir,omitempty"`
 	// Keep a pipe open for WriteInput; otherwise standard input is /dev/null.
 	Stdin bool `protobuf:"varint,5,opt,name=stdin,proto3" json:"stdin,omitempty"`
 	// Ends the whole process tree; zero: none.
-	Timeout       *durationpb.Duration `protobuf:"bytes,6,opt,name=timeout,proto3" json:"timeout,omitempty"`
-	Tags          map[string]string    `protobuf:"bytes,7,rep,name=tags,proto3" json:"tags,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Timeout *durationpb.Duration `protobuf:"bytes,6,opt,name=timeout,proto3" json:"timeout,omitempty"`
+	Tags    map[string]string    `protobuf:"bytes,7,rep,name=tags,proto3" json:"tags,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Run on a terminal of its own instead of pipes: it is the input, whatever stdin says, and what
+	// comes out of it is stdout; stderr stays empty. Its end-of-file character is typed for the end of
+	// the input.
+	Terminal *Terminal `protobuf:"bytes,8,opt,name=terminal,proto3" json:"terminal,omitempty"`
+	// Supplementary groups, names or ids, beside those that the image's /etc/group gives the user.
+	Groups []string `protobuf:"bytes,9,rep,name=groups,proto3" json:"groups,omitempty"`
+	// A line for the image's /bin/sh -c.
+	Shell         string `protobuf:"bytes,10,opt,name=shell,proto3" json:"shell,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -167,6 +176,81 @@ func (x *ProcessSpec) GetTags() map[string]string {
 	return nil
 }
 
+func (x *ProcessSpec) GetTerminal() *Terminal {
+	if x != nil {
+		return x.Terminal
+	}
+	return nil
+}
+
+func (x *ProcessSpec) GetGroups() []string {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
+func (x *ProcessSpec) GetShell() string {
+	if x != nil {
+		return x.Shell
+	}
+	return ""
+}
+
+// Terminal is a terminal's size in characters.
+type Terminal struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 4096; zero for both takes 24 by 80.
+	Rows          int32 `protobuf:"varint,1,opt,name=rows,proto3" json:"rows,omitempty"`
+	Cols          int32 `protobuf:"varint,2,opt,name=cols,proto3" json:"cols,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Terminal) Reset() {
+	*x = Terminal{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Terminal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Terminal) ProtoMessage() {}
+
+func (x *Terminal) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Terminal.ProtoReflect.Descriptor instead.
+func (*Terminal) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Terminal) GetRows() int32 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
+func (x *Terminal) GetCols() int32 {
+	if x != nil {
+		return x.Cols
+	}
+	return 0
+}
+
 type ProcessExit struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 0 to 255, or 128 + signal.
@@ -181,7 +265,7 @@ type ProcessExit struct {
 
 func (x *ProcessExit) Reset() {
 	*x = ProcessExit{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[1]
+	mi := &file_dormouse_v1_process_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -193,7 +277,7 @@ func (x *ProcessExit) String() string {
 func (*ProcessExit) ProtoMessage() {}
 
 func (x *ProcessExit) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[1]
+	mi := &file_dormouse_v1_process_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -206,7 +290,7 @@ func (x *ProcessExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProcessExit.ProtoReflect.Descriptor instead.
 func (*ProcessExit) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{1}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ProcessExit) GetCode() int32 {
@@ -258,7 +342,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[2]
+	mi := &file_dormouse_v1_process_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -270,7 +354,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[2]
+	mi := &file_dormouse_v1_process_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -283,7 +367,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{2}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Process) GetProcessId() string {
@@ -354,7 +438,7 @@ type StartProcessRequest struct {
 
 func (x *StartProcessRequest) Reset() {
 	*x = StartProcessRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[3]
+	mi := &file_dormouse_v1_process_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -366,7 +450,7 @@ func (x *StartProcessRequest) String() string {
 func (*StartProcessRequest) ProtoMessage() {}
 
 func (x *StartProcessRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[3]
+	mi := &file_dormouse_v1_process_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -379,7 +463,7 @@ func (x *StartProcessRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartProcessRequest.ProtoReflect.Descriptor instead.
 func (*StartProcessRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{3}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *StartProcessRequest) GetSandboxUid() string {
@@ -412,7 +496,7 @@ type StartProcessResponse struct {
 
 func (x *StartProcessResponse) Reset() {
 	*x = StartProcessResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[4]
+	mi := &file_dormouse_v1_process_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -424,7 +508,7 @@ func (x *StartProcessResponse) String() string {
 func (*StartProcessResponse) ProtoMessage() {}
 
 func (x *StartProcessResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[4]
+	mi := &file_dormouse_v1_process_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -437,7 +521,7 @@ func (x *StartProcessResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartProcessResponse.ProtoReflect.Descriptor instead.
 func (*StartProcessResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{4}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *StartProcessResponse) GetProcess() *Process {
@@ -448,15 +532,17 @@ func (x *StartProcessResponse) GetProcess() *Process {
 }
 
 type ListProcessesRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	SandboxUid    string                 `protobuf:"bytes,1,opt,name=sandbox_uid,json=sandboxUid,proto3" json:"sandbox_uid,omitempty"`
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	SandboxUid string                 `protobuf:"bytes,1,opt,name=sandbox_uid,json=sandboxUid,proto3" json:"sandbox_uid,omitempty"`
+	// Only those that have all of these tags, each "key=value".
+	Tags          []string `protobuf:"bytes,2,rep,name=tags,proto3" json:"tags,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListProcessesRequest) Reset() {
 	*x = ListProcessesRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[5]
+	mi := &file_dormouse_v1_process_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -468,7 +554,7 @@ func (x *ListProcessesRequest) String() string {
 func (*ListProcessesRequest) ProtoMessage() {}
 
 func (x *ListProcessesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[5]
+	mi := &file_dormouse_v1_process_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -481,7 +567,7 @@ func (x *ListProcessesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListProcessesRequest.ProtoReflect.Descriptor instead.
 func (*ListProcessesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{5}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ListProcessesRequest) GetSandboxUid() string {
@@ -489,6 +575,13 @@ func (x *ListProcessesRequest) GetSandboxUid() string {
 		return x.SandboxUid
 	}
 	return ""
+}
+
+func (x *ListProcessesRequest) GetTags() []string {
+	if x != nil {
+		return x.Tags
+	}
+	return nil
 }
 
 type ListProcessesResponse struct {
@@ -500,7 +593,7 @@ type ListProcessesResponse struct {
 
 func (x *ListProcessesResponse) Reset() {
 	*x = ListProcessesResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[6]
+	mi := &file_dormouse_v1_process_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -512,7 +605,7 @@ func (x *ListProcessesResponse) String() string {
 func (*ListProcessesResponse) ProtoMessage() {}
 
 func (x *ListProcessesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[6]
+	mi := &file_dormouse_v1_process_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -525,7 +618,7 @@ func (x *ListProcessesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListProcessesResponse.ProtoReflect.Descriptor instead.
 func (*ListProcessesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{6}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ListProcessesResponse) GetProcesses() []*Process {
@@ -545,7 +638,7 @@ type GetProcessRequest struct {
 
 func (x *GetProcessRequest) Reset() {
 	*x = GetProcessRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[7]
+	mi := &file_dormouse_v1_process_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -557,7 +650,7 @@ func (x *GetProcessRequest) String() string {
 func (*GetProcessRequest) ProtoMessage() {}
 
 func (x *GetProcessRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[7]
+	mi := &file_dormouse_v1_process_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -570,7 +663,7 @@ func (x *GetProcessRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProcessRequest.ProtoReflect.Descriptor instead.
 func (*GetProcessRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{7}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *GetProcessRequest) GetSandboxUid() string {
@@ -596,7 +689,7 @@ type GetProcessResponse struct {
 
 func (x *GetProcessResponse) Reset() {
 	*x = GetProcessResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[8]
+	mi := &file_dormouse_v1_process_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -608,7 +701,7 @@ func (x *GetProcessResponse) String() string {
 func (*GetProcessResponse) ProtoMessage() {}
 
 func (x *GetProcessResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[8]
+	mi := &file_dormouse_v1_process_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -621,7 +714,7 @@ func (x *GetProcessResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProcessResponse.ProtoReflect.Descriptor instead.
 func (*GetProcessResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{8}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GetProcessResponse) GetProcess() *Process {
@@ -641,7 +734,7 @@ type WaitProcessRequest struct {
 
 func (x *WaitProcessRequest) Reset() {
 	*x = WaitProcessRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[9]
+	mi := &file_dormouse_v1_process_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -653,7 +746,7 @@ func (x *WaitProcessRequest) String() string {
 func (*WaitProcessRequest) ProtoMessage() {}
 
 func (x *WaitProcessRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[9]
+	mi := &file_dormouse_v1_process_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -666,7 +759,7 @@ func (x *WaitProcessRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitProcessRequest.ProtoReflect.Descriptor instead.
 func (*WaitProcessRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{9}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WaitProcessRequest) GetSandboxUid() string {
@@ -692,7 +785,7 @@ type WaitProcessResponse struct {
 
 func (x *WaitProcessResponse) Reset() {
 	*x = WaitProcessResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[10]
+	mi := &file_dormouse_v1_process_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -704,7 +797,7 @@ func (x *WaitProcessResponse) String() string {
 func (*WaitProcessResponse) ProtoMessage() {}
 
 func (x *WaitProcessResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[10]
+	mi := &file_dormouse_v1_process_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -717,7 +810,7 @@ func (x *WaitProcessResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitProcessResponse.ProtoReflect.Descriptor instead.
 func (*WaitProcessResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{10}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WaitProcessResponse) GetProcess() *Process {
@@ -740,7 +833,7 @@ type SignalProcessRequest struct {
 
 func (x *SignalProcessRequest) Reset() {
 	*x = SignalProcessRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[11]
+	mi := &file_dormouse_v1_process_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -752,7 +845,7 @@ func (x *SignalProcessRequest) String() string {
 func (*SignalProcessRequest) ProtoMessage() {}
 
 func (x *SignalProcessRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[11]
+	mi := &file_dormouse_v1_process_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -765,7 +858,7 @@ func (x *SignalProcessRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalProcessRequest.ProtoReflect.Descriptor instead.
 func (*SignalProcessRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{11}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SignalProcessRequest) GetSandboxUid() string {
@@ -804,7 +897,7 @@ type SignalProcessResponse struct {
 
 func (x *SignalProcessResponse) Reset() {
 	*x = SignalProcessResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[12]
+	mi := &file_dormouse_v1_process_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -816,7 +909,7 @@ func (x *SignalProcessResponse) String() string {
 func (*SignalProcessResponse) ProtoMessage() {}
 
 func (x *SignalProcessResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[12]
+	mi := &file_dormouse_v1_process_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -829,7 +922,103 @@ func (x *SignalProcessResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignalProcessResponse.ProtoReflect.Descriptor instead.
 func (*SignalProcessResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{13}
+}
+
+type ResizeTerminalRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	SandboxUid    string                 `protobuf:"bytes,1,opt,name=sandbox_uid,json=sandboxUid,proto3" json:"sandbox_uid,omitempty"`
+	ProcessId     string                 `protobuf:"bytes,2,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	Terminal      *Terminal              `protobuf:"bytes,3,opt,name=terminal,proto3" json:"terminal,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResizeTerminalRequest) Reset() {
+	*x = ResizeTerminalRequest{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResizeTerminalRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResizeTerminalRequest) ProtoMessage() {}
+
+func (x *ResizeTerminalRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResizeTerminalRequest.ProtoReflect.Descriptor instead.
+func (*ResizeTerminalRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ResizeTerminalRequest) GetSandboxUid() string {
+	if x != nil {
+		return x.SandboxUid
+	}
+	return ""
+}
+
+func (x *ResizeTerminalRequest) GetProcessId() string {
+	if x != nil {
+		return x.ProcessId
+	}
+	return ""
+}
+
+func (x *ResizeTerminalRequest) GetTerminal() *Terminal {
+	if x != nil {
+		return x.Terminal
+	}
+	return nil
+}
+
+type ResizeTerminalResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResizeTerminalResponse) Reset() {
+	*x = ResizeTerminalResponse{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResizeTerminalResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResizeTerminalResponse) ProtoMessage() {}
+
+func (x *ResizeTerminalResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResizeTerminalResponse.ProtoReflect.Descriptor instead.
+func (*ResizeTerminalResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{15}
 }
 
 type ReadOutputRequest struct {
@@ -845,7 +1034,7 @@ type ReadOutputRequest struct {
 
 func (x *ReadOutputRequest) Reset() {
 	*x = ReadOutputRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[13]
+	mi := &file_dormouse_v1_process_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -857,7 +1046,7 @@ func (x *ReadOutputRequest) String() string {
 func (*ReadOutputRequest) ProtoMessage() {}
 
 func (x *ReadOutputRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[13]
+	mi := &file_dormouse_v1_process_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -870,7 +1059,7 @@ func (x *ReadOutputRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadOutputRequest.ProtoReflect.Descriptor instead.
 func (*ReadOutputRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{13}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ReadOutputRequest) GetSandboxUid() string {
@@ -923,7 +1112,7 @@ type OutputChunk struct {
 
 func (x *OutputChunk) Reset() {
 	*x = OutputChunk{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[14]
+	mi := &file_dormouse_v1_process_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -935,7 +1124,7 @@ func (x *OutputChunk) String() string {
 func (*OutputChunk) ProtoMessage() {}
 
 func (x *OutputChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[14]
+	mi := &file_dormouse_v1_process_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -948,7 +1137,7 @@ func (x *OutputChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputChunk.ProtoReflect.Descriptor instead.
 func (*OutputChunk) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *OutputChunk) GetStream() OutputStream {
@@ -992,7 +1181,7 @@ type ReadOutputResponse struct {
 
 func (x *ReadOutputResponse) Reset() {
 	*x = ReadOutputResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[15]
+	mi := &file_dormouse_v1_process_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1004,7 +1193,7 @@ func (x *ReadOutputResponse) String() string {
 func (*ReadOutputResponse) ProtoMessage() {}
 
 func (x *ReadOutputResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[15]
+	mi := &file_dormouse_v1_process_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1017,7 +1206,7 @@ func (x *ReadOutputResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadOutputResponse.ProtoReflect.Descriptor instead.
 func (*ReadOutputResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ReadOutputResponse) GetEvent() isReadOutputResponse_Event {
@@ -1075,7 +1264,7 @@ type WriteInputRequest struct {
 
 func (x *WriteInputRequest) Reset() {
 	*x = WriteInputRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[16]
+	mi := &file_dormouse_v1_process_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1087,7 +1276,7 @@ func (x *WriteInputRequest) String() string {
 func (*WriteInputRequest) ProtoMessage() {}
 
 func (x *WriteInputRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[16]
+	mi := &file_dormouse_v1_process_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1100,7 +1289,7 @@ func (x *WriteInputRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteInputRequest.ProtoReflect.Descriptor instead.
 func (*WriteInputRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WriteInputRequest) GetSandboxUid() string {
@@ -1139,7 +1328,7 @@ type WriteInputResponse struct {
 
 func (x *WriteInputResponse) Reset() {
 	*x = WriteInputResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[17]
+	mi := &file_dormouse_v1_process_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1151,7 +1340,7 @@ func (x *WriteInputResponse) String() string {
 func (*WriteInputResponse) ProtoMessage() {}
 
 func (x *WriteInputResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[17]
+	mi := &file_dormouse_v1_process_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1164,7 +1353,7 @@ func (x *WriteInputResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteInputResponse.ProtoReflect.Descriptor instead.
 func (*WriteInputResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{20}
 }
 
 type RunProcessRequest struct {
@@ -1178,7 +1367,7 @@ type RunProcessRequest struct {
 
 func (x *RunProcessRequest) Reset() {
 	*x = RunProcessRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[18]
+	mi := &file_dormouse_v1_process_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1190,7 +1379,7 @@ func (x *RunProcessRequest) String() string {
 func (*RunProcessRequest) ProtoMessage() {}
 
 func (x *RunProcessRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[18]
+	mi := &file_dormouse_v1_process_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1203,7 +1392,7 @@ func (x *RunProcessRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunProcessRequest.ProtoReflect.Descriptor instead.
 func (*RunProcessRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RunProcessRequest) GetSandboxUid() string {
@@ -1241,7 +1430,7 @@ type RunProcessResponse struct {
 
 func (x *RunProcessResponse) Reset() {
 	*x = RunProcessResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[19]
+	mi := &file_dormouse_v1_process_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1253,7 +1442,7 @@ func (x *RunProcessResponse) String() string {
 func (*RunProcessResponse) ProtoMessage() {}
 
 func (x *RunProcessResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[19]
+	mi := &file_dormouse_v1_process_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1266,7 +1455,7 @@ func (x *RunProcessResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunProcessResponse.ProtoReflect.Descriptor instead.
 func (*RunProcessResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RunProcessResponse) GetEvent() isRunProcessResponse_Event {
@@ -1329,7 +1518,7 @@ var File_dormouse_v1_process_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_process_proto_rawDesc = "" +
 	"\n" +
-	"\x19dormouse/v1/process.proto\x12\vdormouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xff\x02\n" +
+	"\x19dormouse/v1/process.proto\x12\vdormouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe0\x03\n" +
 	"\vProcessSpec\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x123\n" +
 	"\x03env\x18\x02 \x03(\v2!.dormouse.v1.ProcessSpec.EnvEntryR\x03env\x12\x12\n" +
@@ -1338,13 +1527,20 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"workingDir\x12\x14\n" +
 	"\x05stdin\x18\x05 \x01(\bR\x05stdin\x123\n" +
 	"\atimeout\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x126\n" +
-	"\x04tags\x18\a \x03(\v2\".dormouse.v1.ProcessSpec.TagsEntryR\x04tags\x1a6\n" +
+	"\x04tags\x18\a \x03(\v2\".dormouse.v1.ProcessSpec.TagsEntryR\x04tags\x121\n" +
+	"\bterminal\x18\b \x01(\v2\x15.dormouse.v1.TerminalR\bterminal\x12\x16\n" +
+	"\x06groups\x18\t \x03(\tR\x06groups\x12\x14\n" +
+	"\x05shell\x18\n" +
+	" \x01(\tR\x05shell\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a7\n" +
 	"\tTagsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x86\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"2\n" +
+	"\bTerminal\x12\x12\n" +
+	"\x04rows\x18\x01 \x01(\x05R\x04rows\x12\x12\n" +
+	"\x04cols\x18\x02 \x01(\x05R\x04cols\"\x86\x01\n" +
 	"\vProcessExit\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x16\n" +
 	"\x06signal\x18\x02 \x01(\x05R\x06signal\x12\x1b\n" +
@@ -1368,10 +1564,11 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"\n" +
 	"process_id\x18\x03 \x01(\tR\tprocessId\"F\n" +
 	"\x14StartProcessResponse\x12.\n" +
-	"\aprocess\x18\x01 \x01(\v2\x14.dormouse.v1.ProcessR\aprocess\"7\n" +
+	"\aprocess\x18\x01 \x01(\v2\x14.dormouse.v1.ProcessR\aprocess\"K\n" +
 	"\x14ListProcessesRequest\x12\x1f\n" +
 	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
-	"sandboxUid\"K\n" +
+	"sandboxUid\x12\x12\n" +
+	"\x04tags\x18\x02 \x03(\tR\x04tags\"K\n" +
 	"\x15ListProcessesResponse\x122\n" +
 	"\tprocesses\x18\x01 \x03(\v2\x14.dormouse.v1.ProcessR\tprocesses\"S\n" +
 	"\x11GetProcessRequest\x12\x1f\n" +
@@ -1395,7 +1592,14 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"process_id\x18\x02 \x01(\tR\tprocessId\x12\x16\n" +
 	"\x06signal\x18\x03 \x01(\x05R\x06signal\x12\x12\n" +
 	"\x04tree\x18\x04 \x01(\bR\x04tree\"\x17\n" +
-	"\x15SignalProcessResponse\"\xb5\x01\n" +
+	"\x15SignalProcessResponse\"\x8a\x01\n" +
+	"\x15ResizeTerminalRequest\x12\x1f\n" +
+	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
+	"sandboxUid\x12\x1d\n" +
+	"\n" +
+	"process_id\x18\x02 \x01(\tR\tprocessId\x121\n" +
+	"\bterminal\x18\x03 \x01(\v2\x15.dormouse.v1.TerminalR\bterminal\"\x18\n" +
+	"\x16ResizeTerminalResponse\"\xb5\x01\n" +
 	"\x11ReadOutputRequest\x12\x1f\n" +
 	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
 	"sandboxUid\x12\x1d\n" +
@@ -1435,14 +1639,15 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"\fOutputStream\x12\x1d\n" +
 	"\x19OUTPUT_STREAM_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14OUTPUT_STREAM_STDOUT\x10\x01\x12\x18\n" +
-	"\x14OUTPUT_STREAM_STDERR\x10\x022\xa7\x05\n" +
+	"\x14OUTPUT_STREAM_STDERR\x10\x022\x82\x06\n" +
 	"\x0eProcessService\x12S\n" +
 	"\fStartProcess\x12 .dormouse.v1.StartProcessRequest\x1a!.dormouse.v1.StartProcessResponse\x12V\n" +
 	"\rListProcesses\x12!.dormouse.v1.ListProcessesRequest\x1a\".dormouse.v1.ListProcessesResponse\x12M\n" +
 	"\n" +
 	"GetProcess\x12\x1e.dormouse.v1.GetProcessRequest\x1a\x1f.dormouse.v1.GetProcessResponse\x12P\n" +
 	"\vWaitProcess\x12\x1f.dormouse.v1.WaitProcessRequest\x1a .dormouse.v1.WaitProcessResponse\x12V\n" +
-	"\rSignalProcess\x12!.dormouse.v1.SignalProcessRequest\x1a\".dormouse.v1.SignalProcessResponse\x12O\n" +
+	"\rSignalProcess\x12!.dormouse.v1.SignalProcessRequest\x1a\".dormouse.v1.SignalProcessResponse\x12Y\n" +
+	"\x0eResizeTerminal\x12\".dormouse.v1.ResizeTerminalRequest\x1a#.dormouse.v1.ResizeTerminalResponse\x12O\n" +
 	"\n" +
 	"ReadOutput\x12\x1e.dormouse.v1.ReadOutputRequest\x1a\x1f.dormouse.v1.ReadOutputResponse0\x01\x12M\n" +
 	"\n" +
@@ -1463,75 +1668,82 @@ func file_dormouse_v1_process_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_process_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_dormouse_v1_process_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_dormouse_v1_process_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_dormouse_v1_process_proto_goTypes = []any{
-	(OutputStream)(0),             // 0: dormouse.v1.OutputStream
-	(*ProcessSpec)(nil),           // 1: dormouse.v1.ProcessSpec
-	(*ProcessExit)(nil),           // 2: dormouse.v1.ProcessExit
-	(*Process)(nil),               // 3: dormouse.v1.Process
-	(*StartProcessRequest)(nil),   // 4: dormouse.v1.StartProcessRequest
-	(*StartProcessResponse)(nil),  // 5: dormouse.v1.StartProcessResponse
-	(*ListProcessesRequest)(nil),  // 6: dormouse.v1.ListProcessesRequest
-	(*ListProcessesResponse)(nil), // 7: dormouse.v1.ListProcessesResponse
-	(*GetProcessRequest)(nil),     // 8: dormouse.v1.GetProcessRequest
-	(*GetProcessResponse)(nil),    // 9: dormouse.v1.GetProcessResponse
-	(*WaitProcessRequest)(nil),    // 10: dormouse.v1.WaitProcessRequest
-	(*WaitProcessResponse)(nil),   // 11: dormouse.v1.WaitProcessResponse
-	(*SignalProcessRequest)(nil),  // 12: dormouse.v1.SignalProcessRequest
-	(*SignalProcessResponse)(nil), // 13: dormouse.v1.SignalProcessResponse
-	(*ReadOutputRequest)(nil),     // 14: dormouse.v1.ReadOutputRequest
-	(*OutputChunk)(nil),           // 15: dormouse.v1.OutputChunk
-	(*ReadOutputResponse)(nil),    // 16: dormouse.v1.ReadOutputResponse
-	(*WriteInputRequest)(nil),     // 17: dormouse.v1.WriteInputRequest
-	(*WriteInputResponse)(nil),    // 18: dormouse.v1.WriteInputResponse
-	(*RunProcessRequest)(nil),     // 19: dormouse.v1.RunProcessRequest
-	(*RunProcessResponse)(nil),    // 20: dormouse.v1.RunProcessResponse
-	nil,                           // 21: dormouse.v1.ProcessSpec.EnvEntry
-	nil,                           // 22: dormouse.v1.ProcessSpec.TagsEntry
-	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 24: google.protobuf.Timestamp
+	(OutputStream)(0),              // 0: dormouse.v1.OutputStream
+	(*ProcessSpec)(nil),            // 1: dormouse.v1.ProcessSpec
+	(*Terminal)(nil),               // 2: dormouse.v1.Terminal
+	(*ProcessExit)(nil),            // 3: dormouse.v1.ProcessExit
+	(*Process)(nil),                // 4: dormouse.v1.Process
+	(*StartProcessRequest)(nil),    // 5: dormouse.v1.StartProcessRequest
+	(*StartProcessResponse)(nil),   // 6: dormouse.v1.StartProcessResponse
+	(*ListProcessesRequest)(nil),   // 7: dormouse.v1.ListProcessesRequest
+	(*ListProcessesResponse)(nil),  // 8: dormouse.v1.ListProcessesResponse
+	(*GetProcessRequest)(nil),      // 9: dormouse.v1.GetProcessRequest
+	(*GetProcessResponse)(nil),     // 10: dormouse.v1.GetProcessResponse
+	(*WaitProcessRequest)(nil),     // 11: dormouse.v1.WaitProcessRequest
+	(*WaitProcessResponse)(nil),    // 12: dormouse.v1.WaitProcessResponse
+	(*SignalProcessRequest)(nil),   // 13: dormouse.v1.SignalProcessRequest
+	(*SignalProcessResponse)(nil),  // 14: dormouse.v1.SignalProcessResponse
+	(*ResizeTerminalRequest)(nil),  // 15: dormouse.v1.ResizeTerminalRequest
+	(*ResizeTerminalResponse)(nil), // 16: dormouse.v1.ResizeTerminalResponse
+	(*ReadOutputRequest)(nil),      // 17: dormouse.v1.ReadOutputRequest
+	(*OutputChunk)(nil),            // 18: dormouse.v1.OutputChunk
+	(*ReadOutputResponse)(nil),     // 19: dormouse.v1.ReadOutputResponse
+	(*WriteInputRequest)(nil),      // 20: dormouse.v1.WriteInputRequest
+	(*WriteInputResponse)(nil),     // 21: dormouse.v1.WriteInputResponse
+	(*RunProcessRequest)(nil),      // 22: dormouse.v1.RunProcessRequest
+	(*RunProcessResponse)(nil),     // 23: dormouse.v1.RunProcessResponse
+	nil,                            // 24: dormouse.v1.ProcessSpec.EnvEntry
+	nil,                            // 25: dormouse.v1.ProcessSpec.TagsEntry
+	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),  // 27: google.protobuf.Timestamp
 }
 var file_dormouse_v1_process_proto_depIdxs = []int32{
-	21, // 0: dormouse.v1.ProcessSpec.env:type_name -> dormouse.v1.ProcessSpec.EnvEntry
-	23, // 1: dormouse.v1.ProcessSpec.timeout:type_name -> google.protobuf.Duration
-	22, // 2: dormouse.v1.ProcessSpec.tags:type_name -> dormouse.v1.ProcessSpec.TagsEntry
-	24, // 3: dormouse.v1.ProcessExit.time:type_name -> google.protobuf.Timestamp
-	1,  // 4: dormouse.v1.Process.spec:type_name -> dormouse.v1.ProcessSpec
-	24, // 5: dormouse.v1.Process.start_time:type_name -> google.protobuf.Timestamp
-	2,  // 6: dormouse.v1.Process.exit:type_name -> dormouse.v1.ProcessExit
-	1,  // 7: dormouse.v1.StartProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
-	3,  // 8: dormouse.v1.StartProcessResponse.process:type_name -> dormouse.v1.Process
-	3,  // 9: dormouse.v1.ListProcessesResponse.processes:type_name -> dormouse.v1.Process
-	3,  // 10: dormouse.v1.GetProcessResponse.process:type_name -> dormouse.v1.Process
-	3,  // 11: dormouse.v1.WaitProcessResponse.process:type_name -> dormouse.v1.Process
-	0,  // 12: dormouse.v1.OutputChunk.stream:type_name -> dormouse.v1.OutputStream
-	15, // 13: dormouse.v1.ReadOutputResponse.output:type_name -> dormouse.v1.OutputChunk
-	2,  // 14: dormouse.v1.ReadOutputResponse.exit:type_name -> dormouse.v1.ProcessExit
-	1,  // 15: dormouse.v1.RunProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
-	3,  // 16: dormouse.v1.RunProcessResponse.started:type_name -> dormouse.v1.Process
-	15, // 17: dormouse.v1.RunProcessResponse.output:type_name -> dormouse.v1.OutputChunk
-	2,  // 18: dormouse.v1.RunProcessResponse.exit:type_name -> dormouse.v1.ProcessExit
-	4,  // 19: dormouse.v1.ProcessService.StartProcess:input_type -> dormouse.v1.StartProcessRequest
-	6,  // 20: dormouse.v1.ProcessService.ListProcesses:input_type -> dormouse.v1.ListProcessesRequest
-	8,  // 21: dormouse.v1.ProcessService.GetProcess:input_type -> dormouse.v1.GetProcessRequest
-	10, // 22: dormouse.v1.ProcessService.WaitProcess:input_type -> dormouse.v1.WaitProcessRequest
-	12, // 23: dormouse.v1.ProcessService.SignalProcess:input_type -> dormouse.v1.SignalProcessRequest
-	14, // 24: dormouse.v1.ProcessService.ReadOutput:input_type -> dormouse.v1.ReadOutputRequest
-	17, // 25: dormouse.v1.ProcessService.WriteInput:input_type -> dormouse.v1.WriteInputRequest
-	19, // 26: dormouse.v1.ProcessService.RunProcess:input_type -> dormouse.v1.RunProcessRequest
-	5,  // 27: dormouse.v1.ProcessService.StartProcess:output_type -> dormouse.v1.StartProcessResponse
-	7,  // 28: dormouse.v1.ProcessService.ListProcesses:output_type -> dormouse.v1.ListProcessesResponse
-	9,  // 29: dormouse.v1.ProcessService.GetProcess:output_type -> dormouse.v1.GetProcessResponse
-	11, // 30: dormouse.v1.ProcessService.WaitProcess:output_type -> dormouse.v1.WaitProcessResponse
-	13, // 31: dormouse.v1.ProcessService.SignalProcess:output_type -> dormouse.v1.SignalProcessResponse
-	16, // 32: dormouse.v1.ProcessService.ReadOutput:output_type -> dormouse.v1.ReadOutputResponse
-	18, // 33: dormouse.v1.ProcessService.WriteInput:output_type -> dormouse.v1.WriteInputResponse
-	20, // 34: dormouse.v1.ProcessService.RunProcess:output_type -> dormouse.v1.RunProcessResponse
-	27, // [27:35] is the sub-list for method output_type
-	19, // [19:27] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	24, // 0: dormouse.v1.ProcessSpec.env:type_name -> dormouse.v1.ProcessSpec.EnvEntry
+	26, // 1: dormouse.v1.ProcessSpec.timeout:type_name -> google.protobuf.Duration
+	25, // 2: dormouse.v1.ProcessSpec.tags:type_name -> dormouse.v1.ProcessSpec.TagsEntry
+	2,  // 3: dormouse.v1.ProcessSpec.terminal:type_name -> dormouse.v1.Terminal
+	27, // 4: dormouse.v1.ProcessExit.time:type_name -> google.protobuf.Timestamp
+	1,  // 5: dormouse.v1.Process.spec:type_name -> dormouse.v1.ProcessSpec
+	27, // 6: dormouse.v1.Process.start_time:type_name -> google.protobuf.Timestamp
+	3,  // 7: dormouse.v1.Process.exit:type_name -> dormouse.v1.ProcessExit
+	1,  // 8: dormouse.v1.StartProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
+	4,  // 9: dormouse.v1.StartProcessResponse.process:type_name -> dormouse.v1.Process
+	4,  // 10: dormouse.v1.ListProcessesResponse.processes:type_name -> dormouse.v1.Process
+	4,  // 11: dormouse.v1.GetProcessResponse.process:type_name -> dormouse.v1.Process
+	4,  // 12: dormouse.v1.WaitProcessResponse.process:type_name -> dormouse.v1.Process
+	2,  // 13: dormouse.v1.ResizeTerminalRequest.terminal:type_name -> dormouse.v1.Terminal
+	0,  // 14: dormouse.v1.OutputChunk.stream:type_name -> dormouse.v1.OutputStream
+	18, // 15: dormouse.v1.ReadOutputResponse.output:type_name -> dormouse.v1.OutputChunk
+	3,  // 16: dormouse.v1.ReadOutputResponse.exit:type_name -> dormouse.v1.ProcessExit
+	1,  // 17: dormouse.v1.RunProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
+	4,  // 18: dormouse.v1.RunProcessResponse.started:type_name -> dormouse.v1.Process
+	18, // 19: dormouse.v1.RunProcessResponse.output:type_name -> dormouse.v1.OutputChunk
+	3,  // 20: dormouse.v1.RunProcessResponse.exit:type_name -> dormouse.v1.ProcessExit
+	5,  // 21: dormouse.v1.ProcessService.StartProcess:input_type -> dormouse.v1.StartProcessRequest
+	7,  // 22: dormouse.v1.ProcessService.ListProcesses:input_type -> dormouse.v1.ListProcessesRequest
+	9,  // 23: dormouse.v1.ProcessService.GetProcess:input_type -> dormouse.v1.GetProcessRequest
+	11, // 24: dormouse.v1.ProcessService.WaitProcess:input_type -> dormouse.v1.WaitProcessRequest
+	13, // 25: dormouse.v1.ProcessService.SignalProcess:input_type -> dormouse.v1.SignalProcessRequest
+	15, // 26: dormouse.v1.ProcessService.ResizeTerminal:input_type -> dormouse.v1.ResizeTerminalRequest
+	17, // 27: dormouse.v1.ProcessService.ReadOutput:input_type -> dormouse.v1.ReadOutputRequest
+	20, // 28: dormouse.v1.ProcessService.WriteInput:input_type -> dormouse.v1.WriteInputRequest
+	22, // 29: dormouse.v1.ProcessService.RunProcess:input_type -> dormouse.v1.RunProcessRequest
+	6,  // 30: dormouse.v1.ProcessService.StartProcess:output_type -> dormouse.v1.StartProcessResponse
+	8,  // 31: dormouse.v1.ProcessService.ListProcesses:output_type -> dormouse.v1.ListProcessesResponse
+	10, // 32: dormouse.v1.ProcessService.GetProcess:output_type -> dormouse.v1.GetProcessResponse
+	12, // 33: dormouse.v1.ProcessService.WaitProcess:output_type -> dormouse.v1.WaitProcessResponse
+	14, // 34: dormouse.v1.ProcessService.SignalProcess:output_type -> dormouse.v1.SignalProcessResponse
+	16, // 35: dormouse.v1.ProcessService.ResizeTerminal:output_type -> dormouse.v1.ResizeTerminalResponse
+	19, // 36: dormouse.v1.ProcessService.ReadOutput:output_type -> dormouse.v1.ReadOutputResponse
+	21, // 37: dormouse.v1.ProcessService.WriteInput:output_type -> dormouse.v1.WriteInputResponse
+	23, // 38: dormouse.v1.ProcessService.RunProcess:output_type -> dormouse.v1.RunProcessResponse
+	30, // [30:39] is the sub-list for method output_type
+	21, // [21:30] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_process_proto_init() }
@@ -1539,11 +1751,11 @@ func file_dormouse_v1_process_proto_init() {
 	if File_dormouse_v1_process_proto != nil {
 		return
 	}
-	file_dormouse_v1_process_proto_msgTypes[15].OneofWrappers = []any{
+	file_dormouse_v1_process_proto_msgTypes[18].OneofWrappers = []any{
 		(*ReadOutputResponse_Output)(nil),
 		(*ReadOutputResponse_Exit)(nil),
 	}
-	file_dormouse_v1_process_proto_msgTypes[19].OneofWrappers = []any{
+	file_dormouse_v1_process_proto_msgTypes[22].OneofWrappers = []any{
 		(*RunProcessResponse_Started)(nil),
 		(*RunProcessResponse_Output)(nil),
 		(*RunProcessResponse_Exit)(nil),
@@ -1554,7 +1766,7 @@ func file_dormouse_v1_process_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_process_proto_rawDesc), len(file_dormouse_v1_process_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

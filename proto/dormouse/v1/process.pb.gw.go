@@ -80,6 +80,8 @@ func local_request_ProcessService_StartProcess_0(ctx context.Context, marshaler 
 	return msg, metadata, err
 }
 
+var filter_ProcessService_ListProcesses_0 = &utilities.DoubleArray{Encoding: map[string]int{"sandbox_uid": 0}, Base: []int{1, 1, 0}, Check: []int{0, 1, 2}}
+
 func request_ProcessService_ListProcesses_0(ctx context.Context, marshaler runtime.Marshaler, client ProcessServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
 	var (
 		protoReq ListProcessesRequest
@@ -93,6 +95,12 @@ func request_ProcessService_ListProcesses_0(ctx context.Context, marshaler runti
 	protoReq.SandboxUid, err = runtime.String(val)
 	if err != nil {
 		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "sandbox_uid", err)
+	}
+	if err := req.ParseForm(); err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	if err := runtime.PopulateQueryParameters(&protoReq, req.Form, filter_ProcessService_ListProcesses_0); err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
 	}
 	if req.Body != nil {
 		_, _ = io.Copy(io.Discard, req.Body)
@@ -114,6 +122,12 @@ func local_request_ProcessService_ListProcesses_0(ctx context.Context, marshaler
 	protoReq.SandboxUid, err = runtime.String(val)
 	if err != nil {
 		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "sandbox_uid", err)
+	}
+	if err := req.ParseForm(); err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	if err := runtime.PopulateQueryParameters(&protoReq, req.Form, filter_ProcessService_ListProcesses_0); err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
 	}
 	msg, err := server.ListProcesses(ctx, &protoReq)
 	return msg, metadata, err
@@ -287,6 +301,67 @@ func local_request_ProcessService_SignalProcess_0(ctx context.Context, marshaler
 		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "process_id", err)
 	}
 	msg, err := server.SignalProcess(ctx, &protoReq)
+	return msg, metadata, err
+}
+
+func request_ProcessService_ResizeTerminal_0(ctx context.Context, marshaler runtime.Marshaler, client ProcessServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
+	var (
+		protoReq ResizeTerminalRequest
+		metadata runtime.ServerMetadata
+		err      error
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	val, ok := pathParams["sandbox_uid"]
+	if !ok {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "missing parameter %s", "sandbox_uid")
+	}
+	protoReq.SandboxUid, err = runtime.String(val)
+	if err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "sandbox_uid", err)
+	}
+	val, ok = pathParams["process_id"]
+	if !ok {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "missing parameter %s", "process_id")
+	}
+	protoReq.ProcessId, err = runtime.String(val)
+	if err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "process_id", err)
+	}
+	if req.Body != nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
+	msg, err := client.ResizeTerminal(ctx, &protoReq, grpc.Header(&metadata.HeaderMD), grpc.Trailer(&metadata.TrailerMD))
+	return msg, metadata, err
+}
+
+func local_request_ProcessService_ResizeTerminal_0(ctx context.Context, marshaler runtime.Marshaler, server ProcessServiceServer, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
+	var (
+		protoReq ResizeTerminalRequest
+		metadata runtime.ServerMetadata
+		err      error
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	val, ok := pathParams["sandbox_uid"]
+	if !ok {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "missing parameter %s", "sandbox_uid")
+	}
+	protoReq.SandboxUid, err = runtime.String(val)
+	if err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "sandbox_uid", err)
+	}
+	val, ok = pathParams["process_id"]
+	if !ok {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "missing parameter %s", "process_id")
+	}
+	protoReq.ProcessId, err = runtime.String(val)
+	if err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "process_id", err)
+	}
+	msg, err := server.ResizeTerminal(ctx, &protoReq)
 	return msg, metadata, err
 }
 
@@ -534,6 +609,26 @@ func RegisterProcessServiceHandlerServer(ctx context.Context, mux *runtime.Serve
 		}
 		forward_ProcessService_SignalProcess_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_ProcessService_ResizeTerminal_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		var stream runtime.ServerTransportStream
+		ctx = grpc.NewContextWithServerTransportStream(ctx, &stream)
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateIncomingContext(ctx, mux, req, "/dormouse.v1.ProcessService/ResizeTerminal", runtime.WithHTTPPathPattern("/v1/sandboxes/{sandbox_uid}/processes/{process_id}:resize"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := local_request_ProcessService_ResizeTerminal_0(annotatedContext, inboundMarshaler, server, req, pathParams)
+		md.HeaderMD, md.TrailerMD = metadata.Join(md.HeaderMD, stream.Header()), metadata.Join(md.TrailerMD, stream.Trailer())
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_ProcessService_ResizeTerminal_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
 
 	mux.Handle(http.MethodGet, pattern_ProcessService_ReadOutput_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		err := status.Error(codes.Unimplemented, "streaming calls are not yet supported in the in-process transport")
@@ -693,6 +788,23 @@ func RegisterProcessServiceHandlerClient(ctx context.Context, mux *runtime.Serve
 		}
 		forward_ProcessService_SignalProcess_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_ProcessService_ResizeTerminal_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateContext(ctx, mux, req, "/dormouse.v1.ProcessService/ResizeTerminal", runtime.WithHTTPPathPattern("/v1/sandboxes/{sandbox_uid}/processes/{process_id}:resize"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := request_ProcessService_ResizeTerminal_0(annotatedContext, inboundMarshaler, client, req, pathParams)
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_ProcessService_ResizeTerminal_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
 	mux.Handle(http.MethodGet, pattern_ProcessService_ReadOutput_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
 		defer cancel()
@@ -748,23 +860,25 @@ func RegisterProcessServiceHandlerClient(ctx context.Context, mux *runtime.Serve
 }
 
 var (
-	pattern_ProcessService_StartProcess_0  = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "sandboxes", "sandbox_uid", "processes"}, ""))
-	pattern_ProcessService_ListProcesses_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "sandboxes", "sandbox_uid", "processes"}, ""))
-	pattern_ProcessService_GetProcess_0    = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, ""))
-	pattern_ProcessService_WaitProcess_0   = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, "wait"))
-	pattern_ProcessService_SignalProcess_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, "signal"))
-	pattern_ProcessService_ReadOutput_0    = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4, 2, 5}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id", "output"}, ""))
-	pattern_ProcessService_WriteInput_0    = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4, 2, 5}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id", "input"}, ""))
-	pattern_ProcessService_RunProcess_0    = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "sandboxes", "sandbox_uid", "processes"}, "run"))
+	pattern_ProcessService_StartProcess_0   = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "sandboxes", "sandbox_uid", "processes"}, ""))
+	pattern_ProcessService_ListProcesses_0  = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "sandboxes", "sandbox_uid", "processes"}, ""))
+	pattern_ProcessService_GetProcess_0     = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, ""))
+	pattern_ProcessService_WaitProcess_0    = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, "wait"))
+	pattern_ProcessService_SignalProcess_0  = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, "signal"))
+	pattern_ProcessService_ResizeTerminal_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id"}, "resize"))
+	pattern_ProcessService_ReadOutput_0     = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4, 2, 5}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id", "output"}, ""))
+	pattern_ProcessService_WriteInput_0     = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3, 1, 0, 4, 1, 5, 4, 2, 5}, []string{"v1", "sandboxes", "sandbox_uid", "processes", "process_id", "input"}, ""))
+	pattern_ProcessService_RunProcess_0     = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "sandboxes", "sandbox_uid", "processes"}, "run"))
 )
 
 var (
-	forward_ProcessService_StartProcess_0  = runtime.ForwardResponseMessage
-	forward_ProcessService_ListProcesses_0 = runtime.ForwardResponseMessage
-	forward_ProcessService_GetProcess_0    = runtime.ForwardResponseMessage
-	forward_ProcessService_WaitProcess_0   = runtime.ForwardResponseMessage
-	forward_ProcessService_SignalProcess_0 = runtime.ForwardResponseMessage
-	forward_ProcessService_ReadOutput_0    = runtime.ForwardResponseStream
-	forward_ProcessService_WriteInput_0    = runtime.ForwardResponseMessage
-	forward_ProcessService_RunProcess_0    = runtime.ForwardResponseStream
+	forward_ProcessService_StartProcess_0   = runtime.ForwardResponseMessage
+	forward_ProcessService_ListProcesses_0  = runtime.ForwardResponseMessage
+	forward_ProcessService_GetProcess_0     = runtime.ForwardResponseMessage
+	forward_ProcessService_WaitProcess_0    = runtime.ForwardResponseMessage
+	forward_ProcessService_SignalProcess_0  = runtime.ForwardResponseMessage
+	forward_ProcessService_ResizeTerminal_0 = runtime.ForwardResponseMessage
+	forward_ProcessService_ReadOutput_0     = runtime.ForwardResponseStream
+	forward_ProcessService_WriteInput_0     = runtime.ForwardResponseMessage
+	forward_ProcessService_RunProcess_0     = runtime.ForwardResponseStream
 )

@@ -19,14 +19,15 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	ProcessService_StartProcess_FullMethodName  = "/dormouse.v1.ProcessService/StartProcess"
-	ProcessService_ListProcesses_FullMethodName = "/dormouse.v1.ProcessService/ListProcesses"
-	ProcessService_GetProcess_FullMethodName    = "/dormouse.v1.ProcessService/GetProcess"
-	ProcessService_WaitProcess_FullMethodName   = "/dormouse.v1.ProcessService/WaitProcess"
-	ProcessService_SignalProcess_FullMethodName = "/dormouse.v1.ProcessService/SignalProcess"
-	ProcessService_ReadOutput_FullMethodName    = "/dormouse.v1.ProcessService/ReadOutput"
-	ProcessService_WriteInput_FullMethodName    = "/dormouse.v1.ProcessService/WriteInput"
-	ProcessService_RunProcess_FullMethodName    = "/dormouse.v1.ProcessService/RunProcess"
+	ProcessService_StartProcess_FullMethodName   = "/dormouse.v1.ProcessService/StartProcess"
+	ProcessService_ListProcesses_FullMethodName  = "/dormouse.v1.ProcessService/ListProcesses"
+	ProcessService_GetProcess_FullMethodName     = "/dormouse.v1.ProcessService/GetProcess"
+	ProcessService_WaitProcess_FullMethodName    = "/dormouse.v1.ProcessService/WaitProcess"
+	ProcessService_SignalProcess_FullMethodName  = "/dormouse.v1.ProcessService/SignalProcess"
+	ProcessService_ResizeTerminal_FullMethodName = "/dormouse.v1.ProcessService/ResizeTerminal"
+	ProcessService_ReadOutput_FullMethodName     = "/dormouse.v1.ProcessService/ReadOutput"
+	ProcessService_WriteInput_FullMethodName     = "/dormouse.v1.ProcessService/WriteInput"
+	ProcessService_RunProcess_FullMethodName     = "/dormouse.v1.ProcessService/RunProcess"
 )
 
 // ProcessServiceClient is the client API for ProcessService service.
@@ -44,6 +45,8 @@ type ProcessServiceClient interface {
 	// WaitProcess returns when the process has ended.
 	WaitProcess(ctx context.Context, in *WaitProcessRequest, opts ...grpc.CallOption) (*WaitProcessResponse, error)
 	SignalProcess(ctx context.Context, in *SignalProcessRequest, opts ...grpc.CallOption) (*SignalProcessResponse, error)
+	// ResizeTerminal sets the size of the process's terminal; its foreground group gets SIGWINCH.
+	ResizeTerminal(ctx context.Context, in *ResizeTerminalRequest, opts ...grpc.CallOption) (*ResizeTerminalResponse, error)
 	// ReadOutput streams output from an offset; with follow, until the process has ended.
 	ReadOutput(ctx context.Context, in *ReadOutputRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadOutputResponse], error)
 	WriteInput(ctx context.Context, in *WriteInputRequest, opts ...grpc.CallOption) (*WriteInputResponse, error)
@@ -104,6 +107,16 @@ func (c *processServiceClient) SignalProcess(ctx context.Context, in *SignalProc
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SignalProcessResponse)
 	err := c.cc.Invoke(ctx, ProcessService_SignalProcess_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *processServiceClient) ResizeTerminal(ctx context.Context, in *ResizeTerminalRequest, opts ...grpc.CallOption) (*ResizeTerminalResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ResizeTerminalResponse)
+	err := c.cc.Invoke(ctx, ProcessService_ResizeTerminal_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -173,6 +186,8 @@ type ProcessServiceServer interface {
 	// WaitProcess returns when the process has ended.
 	WaitProcess(context.Context, *WaitProcessRequest) (*WaitProcessResponse, error)
 	SignalProcess(context.Context, *SignalProcessRequest) (*SignalProcessResponse, error)
+	// ResizeTerminal sets the size of the process's terminal; its foreground group gets SIGWINCH.
+	ResizeTerminal(context.Context, *ResizeTerminalRequest) (*ResizeTerminalResponse, error)
 	// ReadOutput streams output from an offset; with follow, until the process has ended.
 	ReadOutput(*ReadOutputRequest, grpc.ServerStreamingServer[ReadOutputResponse]) error
 	WriteInput(context.Context, *WriteInputRequest) (*WriteInputResponse, error)
@@ -203,6 +218,9 @@ func (UnimplementedProcessServiceServer) WaitProcess(context.Context, *WaitProce
 }
 func (UnimplementedProcessServiceServer) SignalProcess(context.Context, *SignalProcessRequest) (*SignalProcessResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SignalProcess not implemented")
+}
+func (UnimplementedProcessServiceServer) ResizeTerminal(context.Context, *ResizeTerminalRequest) (*ResizeTerminalResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ResizeTerminal not implemented")
 }
 func (UnimplementedProcessServiceServer) ReadOutput(*ReadOutputRequest, grpc.ServerStreamingServer[ReadOutputResponse]) error {
 	return status.Error(codes.Unimplemented, "method ReadOutput not implemented")
@@ -324,6 +342,24 @@ func _ProcessService_SignalProcess_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ProcessService_ResizeTerminal_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ResizeTerminalRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ProcessServiceServer).ResizeTerminal(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ProcessService_ResizeTerminal_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ProcessServiceServer).ResizeTerminal(ctx, req.(*ResizeTerminalRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ProcessService_ReadOutput_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(ReadOutputRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -390,6 +426,10 @@ var ProcessService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "SignalProcess",
 			Handler:    _ProcessService_SignalProcess_Handler,
+		},
+		{
+			MethodName: "ResizeTerminal",
+			Handler:    _ProcessService_ResizeTerminal_Handler,
 		},
 		{
 			MethodName: "WriteInput",
