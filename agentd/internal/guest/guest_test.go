@@ -108,7 +108,7 @@ func TestUserDirectoryEnvironment(t *testing.T) {
 	}
 	r := subject("env", "env")
 	r.User, r.Env = "worker", []string{"A=1", "B=two words"}
-	if out, _, _ := run(t, c, r); out != "A=1\nB=two words\nPATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nHOME=/home/worker\n" {
+	if out, _, _ := run(t, c, r); out != "DORMOUSE_PROCESS_ID=env\nA=1\nB=two words\nPATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nHOME=/home/worker\n" {
 		t.Errorf("environment: %q", out)
 	}
 }
