@@ -123,6 +123,12 @@ type Output struct {
 	stdout, stderr uint64 // the offsets that come next
 }
 
+// From makes the offsets those from which output is read. It goes on from them by itself afterwards.
+func (o *Output) From(stdout, stderr uint64) { o.stdout, o.stderr = stdout, stderr }
+
+// Offsets are those at which output goes on. They may be asked for when nothing is reading.
+func (o *Output) Offsets() (stdout, stderr uint64) { return o.stdout, o.stderr }
+
 func (o *Output) write(c *dormousev1.OutputChunk) error {
 	next, w := &o.stdout, o.Stdout
 	if c.GetStream() == dormousev1.OutputStream_OUTPUT_STREAM_STDERR {

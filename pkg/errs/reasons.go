@@ -34,6 +34,7 @@ const (
 	ImageNotFound   Reason = "IMAGE_NOT_FOUND"  // the registry has no such reference; details: image
 	ProcessNotFound Reason = "PROCESS_NOT_FOUND"
 	FileNotFound    Reason = "FILE_NOT_FOUND" // in the sandbox; details: path
+	SandboxMoved    Reason = "SANDBOX_MOVED"  // the sandbox is gone, what was restored from it goes on; details: uid, new_uid
 
 	// It conflicts with what is there.
 	StaleUID              Reason = "STALE_UID"               // the uid is of an earlier object of that name; details: uid, current_uid
@@ -47,6 +48,7 @@ const (
 	SandboxPaused         Reason = "SANDBOX_PAUSED"          // it stands still: resume it first; details: uid, phase
 	IdentityMismatch      Reason = "IDENTITY_MISMATCH"       // the immutable digest is another; details: uid, want, has
 	AttemptVoid           Reason = "ATTEMPT_VOID"            // a commit's attempt that was settled as never applied; internal to the catalog
+	InputTaken            Reason = "INPUT_TAKEN"             // another writes the process's input now; details: process_id
 	ResumeTooOld          Reason = "RESUME_TOO_OLD"          // the change log does not reach back there; details: after, oldest, current
 	VolumeDiverged        Reason = "VOLUME_DIVERGED"         // details: volume, path
 	IncompatibleRuntime   Reason = "INCOMPATIBLE_RUNTIME"    // details: want, has
@@ -129,7 +131,7 @@ var table = map[Reason]row{
 	NotAllowed:         {PermissionDenied, Never, NotStarted},
 	RegistryDenied:     {PermissionDenied, Never, NotStarted},
 
-	ObjectNotFound: notFound, ImageNotFound: notFound, ProcessNotFound: notFound, FileNotFound: notFound,
+	ObjectNotFound: notFound, ImageNotFound: notFound, ProcessNotFound: notFound, FileNotFound: notFound, SandboxMoved: notFound,
 
 	NotADirectory: conflict, IsADirectory: conflict, NotAFile: conflict, FileExists: conflict, DirectoryNotEmpty: conflict,
 	CrossDevice: conflict, FileBusy: conflict, FileChanged: conflict,
@@ -140,7 +142,7 @@ var table = map[Reason]row{
 	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,
 	StillReferenced: conflict, WrongPhase: conflict, SandboxPaused: conflict, VolumeDiverged: conflict,
 	IncompatibleRuntime: conflict, IncompatibleNode: conflict,
-	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict,
+	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict, InputTaken: conflict,
 
 	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted,
 

@@ -41,6 +41,8 @@ type Processes struct {
 	dormousev1.UnimplementedProcessServiceServer
 
 	Sandboxes Sandboxes
+
+	writers writers
 }
 
 // ProcessToProto gives the public form of a process.
@@ -185,13 +187,20 @@ func (s *Processes) WaitProcess(ctx context.Context, req *dormousev1.WaitProcess
 	return &dormousev1.WaitProcessResponse{Process: p}, nil
 }
 
+func checkSignal(field string, n int32) error {
+	if n < 1 || n > 64 {
+		return errs.New(errs.InvalidField, "%s: 1 to 64", field).With("field", field)
+	}
+	return nil
+}
+
 // SignalProcess implements ProcessService.
 func (s *Processes) SignalProcess(ctx context.Context, req *dormousev1.SignalProcessRequest) (*dormousev1.SignalProcessResponse, error) {
 	if err := checkUID("sandbox_uid", req.GetSandboxUid()); err != nil {
 		return nil, err
 	}
-	if req.GetSignal() < 1 || req.GetSignal() > 64 {
-		return nil, errs.New(errs.InvalidField, "signal: 1 to 64").With("field", "signal")
+	if err := checkSignal("signal", req.GetSignal()); err != nil {
+		return nil, err
 	}
 	conn, err := s.Sandboxes.Channel(req.GetSandboxUid())
 	if err == nil {
@@ -231,6 +240,7 @@ func (s *Processes) WriteInput(ctx context.Context, req *dormousev1.WriteInputRe
 	if err != nil {
 		return nil, err
 	}
+	s.writers.displace(req.GetSandboxUid(), req.GetProcessId())
 	if len(req.GetData()) > 0 {
 		if _, err := conn.WriteStdin(ctx, req.GetProcessId(), req.GetData()); err != nil {
 			return nil, err

@@ -105,7 +105,7 @@ func notSent(ctx context.Context) error {
 var guestReasons = map[errs.Reason]bool{
 	errs.CommandNotFound: true, errs.CommandNotRunnable: true, errs.UserNotFound: true, errs.InvalidField: true,
 	errs.LimitExceeded: true, errs.TooMany: true, errs.ProcessNotFound: true, errs.OperationBodyMismatch: true,
-	errs.WrongPhase: true, errs.NotSupported: true, errs.SandboxFailed: true,
+	errs.WrongPhase: true, errs.NotSupported: true, errs.SandboxFailed: true, errs.InputTaken: true,
 }
 
 func guestError(payload []byte) error {

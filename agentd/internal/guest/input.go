@@ -8,11 +8,15 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
+// A process's input has one writer at a time. Guest init knows who, so that one who comes back
+// after a lost connection, or to another agentd, learns whether the input is still its own.
+
 // input is the open input stream of a process. turn is held by the one who writes.
 type input struct {
 	turn   chan struct{}
 	ready  chan struct{}
 	stream uint32
+	writer uint64
 	sent   uint64
 
 	mu    sync.Mutex
@@ -75,9 +79,9 @@ func (in *input) await(ctx context.Context, good func(guestwire.StdinState) bool
 	}
 }
 
-// takeInput gives the caller the process's input stream, opened if need be. The caller must call
-// giveInput.
-func (c *Conn) takeInput(ctx context.Context, id string) (*input, error) {
+// takeInput gives the caller the process's input stream, opened for the writer if need be; with
+// resume only if nobody else has opened it since the writer did. The caller must call giveInput.
+func (c *Conn) takeInput(ctx context.Context, id string, writer uint64, resume bool) (*input, error) {
 	var in *input
 	for current := false; !current; {
 		c.mu.Lock()
@@ -95,14 +99,14 @@ func (c *Conn) takeInput(ctx context.Context, id string) (*input, error) {
 			return nil, c.failure()
 		}
 		c.mu.Lock()
-		// Who failed on it leaves its error to those who waited; who merely let go does not.
-		current = c.inputs[id] == in || in.failed()
+		// Where it failed while this waited, what comes now is another stream.
+		current = c.inputs[id] == in
 		c.mu.Unlock()
 		if !current {
 			<-in.turn
 		}
 	}
-	err := c.openInput(ctx, id, in)
+	err := c.openInput(ctx, id, in, writer, resume)
 	if err != nil {
 		c.giveInput(id, in, err)
 		return nil, err
@@ -110,16 +114,20 @@ func (c *Conn) takeInput(ctx context.Context, id string) (*input, error) {
 	return in, nil
 }
 
-func (c *Conn) openInput(ctx context.Context, id string, in *input) error {
+func (c *Conn) openInput(ctx context.Context, id string, in *input, writer uint64, resume bool) error {
 	if in.stream != 0 {
-		return nil
+		if in.writer == writer {
+			return nil
+		}
+		c.abandon(in.stream)
+		in.forget()
 	}
 	stream, err := c.register(in)
 	if err != nil {
 		return err
 	}
-	in.stream = stream
-	if err := c.send(ctx, stream, &guestwire.StdinOpen{ProcessID: id}); err != nil {
+	in.stream, in.writer = stream, writer
+	if err := c.send(ctx, stream, &guestwire.StdinOpen{ProcessID: id, Writer: writer, Resume: resume}); err != nil {
 		return err
 	}
 	state, err := in.await(ctx, func(guestwire.StdinState) bool { return true })
@@ -127,10 +135,12 @@ func (c *Conn) openInput(ctx context.Context, id string, in *input) error {
 	return err
 }
 
-func (in *input) failed() bool {
+// forget makes the stream one that is not open.
+func (in *input) forget() {
 	in.mu.Lock()
-	defer in.mu.Unlock()
-	return in.err != nil
+	in.known, in.state = false, guestwire.StdinState{}
+	in.mu.Unlock()
+	in.stream = 0
 }
 
 // letGo tells whether a stream is not worth keeping: its input is closed for good, or there are more
@@ -147,15 +157,7 @@ func (c *Conn) letGo(in *input) bool {
 // giveInput lets the next one write. After an error the stream is opened anew, which finds out
 // what the guest accepted.
 func (c *Conn) giveInput(id string, in *input, err error) {
-	if err == nil && c.letGo(in) {
-		c.mu.Lock()
-		if c.inputs[id] == in {
-			delete(c.inputs, id)
-		}
-		c.mu.Unlock()
-		c.abandon(in.stream)
-	}
-	if err != nil {
+	if err != nil || c.letGo(in) {
 		c.mu.Lock()
 		if c.inputs[id] == in {
 			delete(c.inputs, id)
@@ -164,11 +166,6 @@ func (c *Conn) giveInput(id string, in *input, err error) {
 		if in.stream != 0 {
 			c.abandon(in.stream)
 		}
-		in.mu.Lock()
-		if in.err == nil {
-			in.err = err // for those who wait for their turn on it
-		}
-		in.mu.Unlock()
 	}
 	<-in.turn
 }
@@ -177,17 +174,21 @@ func (c *Conn) giveInput(id string, in *input, err error) {
 // much it took. A process that does not read holds up the caller, until ctx ends, and nobody else. WRONG_PHASE
 // when the input is closed.
 func (c *Conn) WriteStdin(ctx context.Context, id string, data []byte) (int, error) {
-	in, err := c.takeInput(ctx, id)
+	in, err := c.takeInput(ctx, id, 0, false)
 	if err != nil {
 		return 0, err
 	}
 	base := in.sent
 	err = c.writeInput(ctx, in, data)
-	in.mu.Lock()
-	taken := max(in.state.AcceptedOffset, base) - base
-	in.mu.Unlock()
+	taken := max(in.accepted(), base) - base
 	c.giveInput(id, in, err)
 	return int(min(taken, uint64(len(data)))), err
+}
+
+func (in *input) accepted() uint64 {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return in.state.AcceptedOffset
 }
 
 func (c *Conn) writeInput(ctx context.Context, in *input, data []byte) error {
@@ -220,13 +221,69 @@ func errClosedInput() error {
 // CloseStdin closes the process's input after what was written to it: the process reads the end.
 // Closing a closed input is no error.
 func (c *Conn) CloseStdin(ctx context.Context, id string) error {
-	in, err := c.takeInput(ctx, id)
+	in, err := c.takeInput(ctx, id, 0, false)
 	if err != nil {
 		return err
 	}
-	if err = c.send(ctx, in.stream, &guestwire.StdinClose{Offset: in.sent}); err == nil {
-		_, err = in.await(ctx, func(s guestwire.StdinState) bool { return s.Closed })
-	}
+	err = c.closeInput(ctx, in)
 	c.giveInput(id, in, err)
 	return err
+}
+
+func (c *Conn) closeInput(ctx context.Context, in *input) error {
+	if err := c.send(ctx, in.stream, &guestwire.StdinClose{Offset: in.sent}); err != nil {
+		return err
+	}
+	_, err := in.await(ctx, func(s guestwire.StdinState) bool { return s.Closed })
+	return err
+}
+
+// InputState is how far a process's input has come.
+type InputState struct {
+	// Accepted counts the bytes that guest init has taken for it.
+	Accepted uint64
+	// Closed says that it takes no more.
+	Closed bool
+}
+
+func (in *input) report() InputState {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return InputState{Accepted: in.state.AcceptedOffset, Closed: in.state.Closed}
+}
+
+// OpenStdin makes writer, which is not 0, the one who writes the process's input; with resume only if
+// nobody else became that since writer did, else INPUT_TAKEN.
+func (c *Conn) OpenStdin(ctx context.Context, id string, writer uint64, resume bool) (InputState, error) {
+	in, err := c.takeInput(ctx, id, writer, resume)
+	if err != nil {
+		return InputState{}, err
+	}
+	state := in.report()
+	c.giveInput(id, in, nil)
+	return state, nil
+}
+
+// WriteStdinAt writes for a writer of OpenStdin, from the offset that was accepted last, and with eof
+// closes the input. It is INPUT_TAKEN when another became the writer. An input that is closed, or
+// closes meanwhile, is no error: the state says so, and how much was taken before.
+func (c *Conn) WriteStdinAt(ctx context.Context, id string, writer, offset uint64, data []byte, eof bool) (InputState, error) {
+	in, err := c.takeInput(ctx, id, writer, true)
+	if err != nil {
+		return InputState{}, err
+	}
+	if state := in.report(); !state.Closed && offset != in.sent {
+		c.giveInput(id, in, nil)
+		return state, errs.New(errs.InvalidField, "input at offset %d does not go on at %d, where the last ended", offset, in.sent).With("field", "input.offset")
+	}
+	err = c.writeInput(ctx, in, data)
+	if err == nil && eof {
+		err = c.closeInput(ctx, in)
+	}
+	state := in.report()
+	if errs.Has(err, errs.WrongPhase) {
+		err = nil
+	}
+	c.giveInput(id, in, err)
+	return state, err
 }

@@ -248,3 +248,82 @@ func TestOrphansAreReaped(t *testing.T) {
 		}
 	}
 }
+
+// TestOneWriterAtATime: who names itself writes from where it was, learns that another has written
+// since, and is not held up by one that is stuck.
+func TestOneWriterAtATime(t *testing.T) {
+	s := newSandbox(t)
+	c := s.open(t)
+	r := subject("cat", "cat")
+	r.Stdin = true
+	_, err := c.Start(ctx(t), r)
+	must(t, err)
+	const first, second = 11, 22
+	at := func(want InputState, got InputState, err error) {
+		t.Helper()
+		if err != nil || got != want {
+			t.Fatalf("%+v %v, want %+v", got, err, want)
+		}
+	}
+	got, err := c.OpenStdin(ctx(t), "cat", first, false)
+	at(InputState{}, got, err)
+	got, err = c.WriteStdinAt(ctx(t), "cat", first, 0, []byte("one "), false)
+	at(InputState{Accepted: 4}, got, err)
+	if _, err := c.WriteStdinAt(ctx(t), "cat", first, 3, []byte("x"), false); !errs.Has(err, errs.InvalidField) {
+		t.Fatalf("a piece that does not go on: %v", err)
+	}
+	// Another agentd: the writer is still the same.
+	must(t, c.Close())
+	c = s.open(t)
+	got, err = c.OpenStdin(ctx(t), "cat", first, true)
+	at(InputState{Accepted: 4}, got, err)
+	if _, err := c.OpenStdin(ctx(t), "cat", second, true); !errs.Has(err, errs.InputTaken) {
+		t.Fatalf("one that never wrote goes on: %v", err)
+	}
+	got, err = c.WriteStdinAt(ctx(t), "cat", first, 4, []byte("two "), false)
+	at(InputState{Accepted: 8}, got, err)
+	got, err = c.OpenStdin(ctx(t), "cat", second, false)
+	at(InputState{Accepted: 8}, got, err)
+	if _, err := c.WriteStdinAt(ctx(t), "cat", first, 8, []byte("lost"), false); !errs.Has(err, errs.InputTaken) {
+		t.Fatalf("the first writes on: %v", err)
+	}
+	if n, err := c.WriteStdin(ctx(t), "cat", []byte("anybody ")); err != nil || n != 8 {
+		t.Fatalf("%d %v", n, err)
+	}
+	if _, err := c.WriteStdinAt(ctx(t), "cat", second, 8, []byte("lost"), false); !errs.Has(err, errs.InputTaken) {
+		t.Fatalf("the second writes on: %v", err)
+	}
+	got, err = c.OpenStdin(ctx(t), "cat", second, false)
+	at(InputState{Accepted: 16}, got, err)
+	got, err = c.WriteStdinAt(ctx(t), "cat", second, 16, []byte("end"), true)
+	at(InputState{Accepted: 19, Closed: true}, got, err)
+	got, err = c.WriteStdinAt(ctx(t), "cat", second, 19, []byte("more"), true)
+	at(InputState{Accepted: 19, Closed: true}, got, err)
+	if out := readAll(t, c, "cat", 0); string(out) != "one two anybody end" {
+		t.Fatalf("%q", out)
+	}
+
+	// One that is stuck lets go, and what the guest took of it counts.
+	r = subject("deaf", "sleep")
+	r.Stdin = true
+	_, err = c.Start(ctx(t), r)
+	must(t, err)
+	_, err = c.OpenStdin(ctx(t), "deaf", first, false)
+	must(t, err)
+	stuck, cancel := context.WithCancel(ctx(t))
+	ended := make(chan error, 1)
+	go func() {
+		_, err := c.WriteStdinAt(stuck, "deaf", first, 0, make([]byte, 1<<20), false)
+		ended <- err
+	}()
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := c.OpenStdin(context.WithoutCancel(stuck), "deaf", second, false)
+		waiting <- err
+	}()
+	cancel()
+	if err := <-ended; err == nil {
+		t.Fatal("the write of 1 MiB to who does not read has ended")
+	}
+	must(t, <-waiting)
+}

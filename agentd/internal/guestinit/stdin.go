@@ -21,9 +21,10 @@ type inPipe struct {
 	armed    bool
 	told     uint64 // the limit last told
 	stream   uint32
-	terminal bool // fd is a master: an end is typed
-	last     byte // taken last
-	ended    bool // the end is typed
+	writer   uint64 // who opened it last
+	terminal bool   // fd is a master: an end is typed
+	last     byte   // taken last
+	ended    bool   // the end is typed
 }
 
 func (s *inPipe) limit() uint64 { return s.accepted - uint64(len(s.pending)) + stdinWindow }
@@ -38,12 +39,15 @@ func (a *agent) openStdin(stream uint32, m *guestwire.StdinOpen) (guestwire.Mess
 	if err != nil {
 		return nil, err
 	}
+	if m.Resume && p.stdin.writer != m.Writer {
+		return nil, fail("INPUT_TAKEN", "another has written to the process since; open its input anew to take it").with("process_id", p.id)
+	}
 	if p.stdin.stream == 0 || stream == 0 {
 		if err := a.takeStream(stream); err != nil {
 			return nil, err
 		}
 	}
-	p.stdin.stream = stream
+	p.stdin.stream, p.stdin.writer = stream, m.Writer
 	return p.stdin.state(), nil
 }
 

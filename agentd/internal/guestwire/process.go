@@ -255,6 +255,8 @@ func (m *OutputEnd) fields(c *codec) {
 // StdinOpen asks for the state of a process's input and for its changes.
 type StdinOpen struct {
 	ProcessID string
+	Writer    uint64
+	Resume    bool
 }
 
 // Type gives the frame type.
@@ -262,6 +264,8 @@ func (*StdinOpen) Type() Type { return TypeStdinOpen }
 
 func (m *StdinOpen) fields(c *codec) {
 	c.str(1, &m.ProcessID)
+	c.u64(2, &m.Writer)
+	c.bool(3, &m.Resume)
 }
 
 // StdinData is a piece of input.

@@ -97,7 +97,7 @@ func (g gateway) stream(full string, desc grpc.StreamDesc, in protoreflect.Messa
 		defer cancel()
 		cc, ctx, err := g.open(ctx, full, first)
 		if err != nil {
-			return err
+			return g.moved(down.Context(), dataplane.SandboxUID(first), err)
 		}
 		up, err := cc.NewStream(ctx, &desc, full)
 		if err != nil {

@@ -1356,6 +1356,575 @@ func (*WriteInputResponse) Descriptor() ([]byte, []int) {
 	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{20}
 }
 
+type AttachProcessRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Event:
+	//
+	//	*AttachProcessRequest_Open
+	//	*AttachProcessRequest_Input
+	//	*AttachProcessRequest_Resize
+	//	*AttachProcessRequest_Signal
+	Event         isAttachProcessRequest_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachProcessRequest) Reset() {
+	*x = AttachProcessRequest{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachProcessRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachProcessRequest) ProtoMessage() {}
+
+func (x *AttachProcessRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachProcessRequest.ProtoReflect.Descriptor instead.
+func (*AttachProcessRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *AttachProcessRequest) GetEvent() isAttachProcessRequest_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *AttachProcessRequest) GetOpen() *AttachOpen {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessRequest_Open); ok {
+			return x.Open
+		}
+	}
+	return nil
+}
+
+func (x *AttachProcessRequest) GetInput() *InputChunk {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessRequest_Input); ok {
+			return x.Input
+		}
+	}
+	return nil
+}
+
+func (x *AttachProcessRequest) GetResize() *Terminal {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessRequest_Resize); ok {
+			return x.Resize
+		}
+	}
+	return nil
+}
+
+func (x *AttachProcessRequest) GetSignal() *AttachSignal {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessRequest_Signal); ok {
+			return x.Signal
+		}
+	}
+	return nil
+}
+
+type isAttachProcessRequest_Event interface {
+	isAttachProcessRequest_Event()
+}
+
+type AttachProcessRequest_Open struct {
+	Open *AttachOpen `protobuf:"bytes,1,opt,name=open,proto3,oneof"`
+}
+
+type AttachProcessRequest_Input struct {
+	Input *InputChunk `protobuf:"bytes,2,opt,name=input,proto3,oneof"`
+}
+
+type AttachProcessRequest_Resize struct {
+	Resize *Terminal `protobuf:"bytes,3,opt,name=resize,proto3,oneof"`
+}
+
+type AttachProcessRequest_Signal struct {
+	Signal *AttachSignal `protobuf:"bytes,4,opt,name=signal,proto3,oneof"`
+}
+
+func (*AttachProcessRequest_Open) isAttachProcessRequest_Event() {}
+
+func (*AttachProcessRequest_Input) isAttachProcessRequest_Event() {}
+
+func (*AttachProcessRequest_Resize) isAttachProcessRequest_Event() {}
+
+func (*AttachProcessRequest_Signal) isAttachProcessRequest_Event() {}
+
+type AttachOpen struct {
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	SandboxUid   string                 `protobuf:"bytes,1,opt,name=sandbox_uid,json=sandboxUid,proto3" json:"sandbox_uid,omitempty"`
+	ProcessId    string                 `protobuf:"bytes,2,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	StdoutOffset uint64                 `protobuf:"varint,3,opt,name=stdout_offset,json=stdoutOffset,proto3" json:"stdout_offset,omitempty"`
+	StderrOffset uint64                 `protobuf:"varint,4,opt,name=stderr_offset,json=stderrOffset,proto3" json:"stderr_offset,omitempty"`
+	// The process waits for this reader instead of overwriting what it has not read, as it would for a
+	// terminal; a reader that stands still for 10 s is one like others.
+	Hold bool `protobuf:"varint,5,opt,name=hold,proto3" json:"hold,omitempty"`
+	// Write the input, too. A process has one writer at a time: the newest, whose coming ends an
+	// earlier one's stream with INPUT_TAKEN. WriteInput counts as one.
+	Input bool `protobuf:"varint,6,opt,name=input,proto3" json:"input,omitempty"`
+	// Names the writer, 1 to 64 printable characters; needed with input.
+	Writer string `protobuf:"bytes,7,opt,name=writer,proto3" json:"writer,omitempty"`
+	// Write on only if nobody else has written since this writer did, else INPUT_TAKEN. This makes
+	// input exact over a lost connection: send again from opened.input_offset on.
+	Resume        bool `protobuf:"varint,8,opt,name=resume,proto3" json:"resume,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachOpen) Reset() {
+	*x = AttachOpen{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachOpen) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachOpen) ProtoMessage() {}
+
+func (x *AttachOpen) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachOpen.ProtoReflect.Descriptor instead.
+func (*AttachOpen) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *AttachOpen) GetSandboxUid() string {
+	if x != nil {
+		return x.SandboxUid
+	}
+	return ""
+}
+
+func (x *AttachOpen) GetProcessId() string {
+	if x != nil {
+		return x.ProcessId
+	}
+	return ""
+}
+
+func (x *AttachOpen) GetStdoutOffset() uint64 {
+	if x != nil {
+		return x.StdoutOffset
+	}
+	return 0
+}
+
+func (x *AttachOpen) GetStderrOffset() uint64 {
+	if x != nil {
+		return x.StderrOffset
+	}
+	return 0
+}
+
+func (x *AttachOpen) GetHold() bool {
+	if x != nil {
+		return x.Hold
+	}
+	return false
+}
+
+func (x *AttachOpen) GetInput() bool {
+	if x != nil {
+		return x.Input
+	}
+	return false
+}
+
+func (x *AttachOpen) GetWriter() string {
+	if x != nil {
+		return x.Writer
+	}
+	return ""
+}
+
+func (x *AttachOpen) GetResume() bool {
+	if x != nil {
+		return x.Resume
+	}
+	return false
+}
+
+// InputChunk is a piece of input, at most 64 KiB. At most 256 KiB may be sent beyond what was
+// acknowledged.
+type InputChunk struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the first byte: where the last chunk ended, or opened.input_offset.
+	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
+	Data   []byte `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`
+	// Nothing follows data.
+	Eof           bool `protobuf:"varint,3,opt,name=eof,proto3" json:"eof,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InputChunk) Reset() {
+	*x = InputChunk{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InputChunk) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InputChunk) ProtoMessage() {}
+
+func (x *InputChunk) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InputChunk.ProtoReflect.Descriptor instead.
+func (*InputChunk) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *InputChunk) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *InputChunk) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *InputChunk) GetEof() bool {
+	if x != nil {
+		return x.Eof
+	}
+	return false
+}
+
+type AttachSignal struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Signal int32                  `protobuf:"varint,1,opt,name=signal,proto3" json:"signal,omitempty"`
+	// The whole tree, not only the process.
+	Tree          bool `protobuf:"varint,2,opt,name=tree,proto3" json:"tree,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachSignal) Reset() {
+	*x = AttachSignal{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachSignal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachSignal) ProtoMessage() {}
+
+func (x *AttachSignal) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachSignal.ProtoReflect.Descriptor instead.
+func (*AttachSignal) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *AttachSignal) GetSignal() int32 {
+	if x != nil {
+		return x.Signal
+	}
+	return 0
+}
+
+func (x *AttachSignal) GetTree() bool {
+	if x != nil {
+		return x.Tree
+	}
+	return false
+}
+
+type AttachOpened struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Process *Process               `protobuf:"bytes,1,opt,name=process,proto3" json:"process,omitempty"`
+	// How much input was accepted so far; with input only.
+	InputOffset uint64 `protobuf:"varint,2,opt,name=input_offset,json=inputOffset,proto3" json:"input_offset,omitempty"`
+	// It takes no more.
+	InputClosed   bool `protobuf:"varint,3,opt,name=input_closed,json=inputClosed,proto3" json:"input_closed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachOpened) Reset() {
+	*x = AttachOpened{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachOpened) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachOpened) ProtoMessage() {}
+
+func (x *AttachOpened) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachOpened.ProtoReflect.Descriptor instead.
+func (*AttachOpened) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *AttachOpened) GetProcess() *Process {
+	if x != nil {
+		return x.Process
+	}
+	return nil
+}
+
+func (x *AttachOpened) GetInputOffset() uint64 {
+	if x != nil {
+		return x.InputOffset
+	}
+	return 0
+}
+
+func (x *AttachOpened) GetInputClosed() bool {
+	if x != nil {
+		return x.InputClosed
+	}
+	return false
+}
+
+// InputState acknowledges input.
+type InputState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Everything before it is the process's.
+	AcceptedOffset uint64 `protobuf:"varint,1,opt,name=accepted_offset,json=acceptedOffset,proto3" json:"accepted_offset,omitempty"`
+	// It takes no more: it was closed, or the process ended.
+	Closed        bool `protobuf:"varint,2,opt,name=closed,proto3" json:"closed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InputState) Reset() {
+	*x = InputState{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InputState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InputState) ProtoMessage() {}
+
+func (x *InputState) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InputState.ProtoReflect.Descriptor instead.
+func (*InputState) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *InputState) GetAcceptedOffset() uint64 {
+	if x != nil {
+		return x.AcceptedOffset
+	}
+	return 0
+}
+
+func (x *InputState) GetClosed() bool {
+	if x != nil {
+		return x.Closed
+	}
+	return false
+}
+
+type AttachProcessResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Event:
+	//
+	//	*AttachProcessResponse_Opened
+	//	*AttachProcessResponse_Output
+	//	*AttachProcessResponse_Input
+	//	*AttachProcessResponse_Exit
+	Event         isAttachProcessResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachProcessResponse) Reset() {
+	*x = AttachProcessResponse{}
+	mi := &file_dormouse_v1_process_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachProcessResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachProcessResponse) ProtoMessage() {}
+
+func (x *AttachProcessResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_process_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachProcessResponse.ProtoReflect.Descriptor instead.
+func (*AttachProcessResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *AttachProcessResponse) GetEvent() isAttachProcessResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *AttachProcessResponse) GetOpened() *AttachOpened {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessResponse_Opened); ok {
+			return x.Opened
+		}
+	}
+	return nil
+}
+
+func (x *AttachProcessResponse) GetOutput() *OutputChunk {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessResponse_Output); ok {
+			return x.Output
+		}
+	}
+	return nil
+}
+
+func (x *AttachProcessResponse) GetInput() *InputState {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessResponse_Input); ok {
+			return x.Input
+		}
+	}
+	return nil
+}
+
+func (x *AttachProcessResponse) GetExit() *ProcessExit {
+	if x != nil {
+		if x, ok := x.Event.(*AttachProcessResponse_Exit); ok {
+			return x.Exit
+		}
+	}
+	return nil
+}
+
+type isAttachProcessResponse_Event interface {
+	isAttachProcessResponse_Event()
+}
+
+type AttachProcessResponse_Opened struct {
+	Opened *AttachOpened `protobuf:"bytes,1,opt,name=opened,proto3,oneof"`
+}
+
+type AttachProcessResponse_Output struct {
+	Output *OutputChunk `protobuf:"bytes,2,opt,name=output,proto3,oneof"`
+}
+
+type AttachProcessResponse_Input struct {
+	Input *InputState `protobuf:"bytes,3,opt,name=input,proto3,oneof"`
+}
+
+type AttachProcessResponse_Exit struct {
+	Exit *ProcessExit `protobuf:"bytes,4,opt,name=exit,proto3,oneof"`
+}
+
+func (*AttachProcessResponse_Opened) isAttachProcessResponse_Event() {}
+
+func (*AttachProcessResponse_Output) isAttachProcessResponse_Event() {}
+
+func (*AttachProcessResponse_Input) isAttachProcessResponse_Event() {}
+
+func (*AttachProcessResponse_Exit) isAttachProcessResponse_Event() {}
+
 type RunProcessRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	SandboxUid    string                 `protobuf:"bytes,1,opt,name=sandbox_uid,json=sandboxUid,proto3" json:"sandbox_uid,omitempty"`
@@ -1367,7 +1936,7 @@ type RunProcessRequest struct {
 
 func (x *RunProcessRequest) Reset() {
 	*x = RunProcessRequest{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[21]
+	mi := &file_dormouse_v1_process_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1379,7 +1948,7 @@ func (x *RunProcessRequest) String() string {
 func (*RunProcessRequest) ProtoMessage() {}
 
 func (x *RunProcessRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[21]
+	mi := &file_dormouse_v1_process_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1392,7 +1961,7 @@ func (x *RunProcessRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunProcessRequest.ProtoReflect.Descriptor instead.
 func (*RunProcessRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RunProcessRequest) GetSandboxUid() string {
@@ -1430,7 +1999,7 @@ type RunProcessResponse struct {
 
 func (x *RunProcessResponse) Reset() {
 	*x = RunProcessResponse{}
-	mi := &file_dormouse_v1_process_proto_msgTypes[22]
+	mi := &file_dormouse_v1_process_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1442,7 +2011,7 @@ func (x *RunProcessResponse) String() string {
 func (*RunProcessResponse) ProtoMessage() {}
 
 func (x *RunProcessResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_process_proto_msgTypes[22]
+	mi := &file_dormouse_v1_process_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1455,7 +2024,7 @@ func (x *RunProcessResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunProcessResponse.ProtoReflect.Descriptor instead.
 func (*RunProcessResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_v1_process_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *RunProcessResponse) GetEvent() isRunProcessResponse_Event {
@@ -1624,7 +2193,47 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"process_id\x18\x02 \x01(\tR\tprocessId\x12\x12\n" +
 	"\x04data\x18\x03 \x01(\fR\x04data\x12\x10\n" +
 	"\x03eof\x18\x04 \x01(\bR\x03eof\"\x14\n" +
-	"\x12WriteInputResponse\"\x81\x01\n" +
+	"\x12WriteInputResponse\"\xe5\x01\n" +
+	"\x14AttachProcessRequest\x12-\n" +
+	"\x04open\x18\x01 \x01(\v2\x17.dormouse.v1.AttachOpenH\x00R\x04open\x12/\n" +
+	"\x05input\x18\x02 \x01(\v2\x17.dormouse.v1.InputChunkH\x00R\x05input\x12/\n" +
+	"\x06resize\x18\x03 \x01(\v2\x15.dormouse.v1.TerminalH\x00R\x06resize\x123\n" +
+	"\x06signal\x18\x04 \x01(\v2\x19.dormouse.v1.AttachSignalH\x00R\x06signalB\a\n" +
+	"\x05event\"\xf0\x01\n" +
+	"\n" +
+	"AttachOpen\x12\x1f\n" +
+	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
+	"sandboxUid\x12\x1d\n" +
+	"\n" +
+	"process_id\x18\x02 \x01(\tR\tprocessId\x12#\n" +
+	"\rstdout_offset\x18\x03 \x01(\x04R\fstdoutOffset\x12#\n" +
+	"\rstderr_offset\x18\x04 \x01(\x04R\fstderrOffset\x12\x12\n" +
+	"\x04hold\x18\x05 \x01(\bR\x04hold\x12\x14\n" +
+	"\x05input\x18\x06 \x01(\bR\x05input\x12\x16\n" +
+	"\x06writer\x18\a \x01(\tR\x06writer\x12\x16\n" +
+	"\x06resume\x18\b \x01(\bR\x06resume\"J\n" +
+	"\n" +
+	"InputChunk\x12\x16\n" +
+	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\x12\x10\n" +
+	"\x03eof\x18\x03 \x01(\bR\x03eof\":\n" +
+	"\fAttachSignal\x12\x16\n" +
+	"\x06signal\x18\x01 \x01(\x05R\x06signal\x12\x12\n" +
+	"\x04tree\x18\x02 \x01(\bR\x04tree\"\x84\x01\n" +
+	"\fAttachOpened\x12.\n" +
+	"\aprocess\x18\x01 \x01(\v2\x14.dormouse.v1.ProcessR\aprocess\x12!\n" +
+	"\finput_offset\x18\x02 \x01(\x04R\vinputOffset\x12!\n" +
+	"\finput_closed\x18\x03 \x01(\bR\vinputClosed\"M\n" +
+	"\n" +
+	"InputState\x12'\n" +
+	"\x0faccepted_offset\x18\x01 \x01(\x04R\x0eacceptedOffset\x12\x16\n" +
+	"\x06closed\x18\x02 \x01(\bR\x06closed\"\xea\x01\n" +
+	"\x15AttachProcessResponse\x123\n" +
+	"\x06opened\x18\x01 \x01(\v2\x19.dormouse.v1.AttachOpenedH\x00R\x06opened\x122\n" +
+	"\x06output\x18\x02 \x01(\v2\x18.dormouse.v1.OutputChunkH\x00R\x06output\x12/\n" +
+	"\x05input\x18\x03 \x01(\v2\x17.dormouse.v1.InputStateH\x00R\x05input\x12.\n" +
+	"\x04exit\x18\x04 \x01(\v2\x18.dormouse.v1.ProcessExitH\x00R\x04exitB\a\n" +
+	"\x05event\"\x81\x01\n" +
 	"\x11RunProcessRequest\x12\x1f\n" +
 	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
 	"sandboxUid\x12,\n" +
@@ -1639,7 +2248,7 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"\fOutputStream\x12\x1d\n" +
 	"\x19OUTPUT_STREAM_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14OUTPUT_STREAM_STDOUT\x10\x01\x12\x18\n" +
-	"\x14OUTPUT_STREAM_STDERR\x10\x022\x82\x06\n" +
+	"\x14OUTPUT_STREAM_STDERR\x10\x022\xde\x06\n" +
 	"\x0eProcessService\x12S\n" +
 	"\fStartProcess\x12 .dormouse.v1.StartProcessRequest\x1a!.dormouse.v1.StartProcessResponse\x12V\n" +
 	"\rListProcesses\x12!.dormouse.v1.ListProcessesRequest\x1a\".dormouse.v1.ListProcessesResponse\x12M\n" +
@@ -1651,7 +2260,8 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"\n" +
 	"ReadOutput\x12\x1e.dormouse.v1.ReadOutputRequest\x1a\x1f.dormouse.v1.ReadOutputResponse0\x01\x12M\n" +
 	"\n" +
-	"WriteInput\x12\x1e.dormouse.v1.WriteInputRequest\x1a\x1f.dormouse.v1.WriteInputResponse\x12O\n" +
+	"WriteInput\x12\x1e.dormouse.v1.WriteInputRequest\x1a\x1f.dormouse.v1.WriteInputResponse\x12Z\n" +
+	"\rAttachProcess\x12!.dormouse.v1.AttachProcessRequest\x1a\".dormouse.v1.AttachProcessResponse(\x010\x01\x12O\n" +
 	"\n" +
 	"RunProcess\x12\x1e.dormouse.v1.RunProcessRequest\x1a\x1f.dormouse.v1.RunProcessResponse0\x01B?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
 
@@ -1668,7 +2278,7 @@ func file_dormouse_v1_process_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_process_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_dormouse_v1_process_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_dormouse_v1_process_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_dormouse_v1_process_proto_goTypes = []any{
 	(OutputStream)(0),              // 0: dormouse.v1.OutputStream
 	(*ProcessSpec)(nil),            // 1: dormouse.v1.ProcessSpec
@@ -1692,21 +2302,28 @@ var file_dormouse_v1_process_proto_goTypes = []any{
 	(*ReadOutputResponse)(nil),     // 19: dormouse.v1.ReadOutputResponse
 	(*WriteInputRequest)(nil),      // 20: dormouse.v1.WriteInputRequest
 	(*WriteInputResponse)(nil),     // 21: dormouse.v1.WriteInputResponse
-	(*RunProcessRequest)(nil),      // 22: dormouse.v1.RunProcessRequest
-	(*RunProcessResponse)(nil),     // 23: dormouse.v1.RunProcessResponse
-	nil,                            // 24: dormouse.v1.ProcessSpec.EnvEntry
-	nil,                            // 25: dormouse.v1.ProcessSpec.TagsEntry
-	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),  // 27: google.protobuf.Timestamp
+	(*AttachProcessRequest)(nil),   // 22: dormouse.v1.AttachProcessRequest
+	(*AttachOpen)(nil),             // 23: dormouse.v1.AttachOpen
+	(*InputChunk)(nil),             // 24: dormouse.v1.InputChunk
+	(*AttachSignal)(nil),           // 25: dormouse.v1.AttachSignal
+	(*AttachOpened)(nil),           // 26: dormouse.v1.AttachOpened
+	(*InputState)(nil),             // 27: dormouse.v1.InputState
+	(*AttachProcessResponse)(nil),  // 28: dormouse.v1.AttachProcessResponse
+	(*RunProcessRequest)(nil),      // 29: dormouse.v1.RunProcessRequest
+	(*RunProcessResponse)(nil),     // 30: dormouse.v1.RunProcessResponse
+	nil,                            // 31: dormouse.v1.ProcessSpec.EnvEntry
+	nil,                            // 32: dormouse.v1.ProcessSpec.TagsEntry
+	(*durationpb.Duration)(nil),    // 33: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),  // 34: google.protobuf.Timestamp
 }
 var file_dormouse_v1_process_proto_depIdxs = []int32{
-	24, // 0: dormouse.v1.ProcessSpec.env:type_name -> dormouse.v1.ProcessSpec.EnvEntry
-	26, // 1: dormouse.v1.ProcessSpec.timeout:type_name -> google.protobuf.Duration
-	25, // 2: dormouse.v1.ProcessSpec.tags:type_name -> dormouse.v1.ProcessSpec.TagsEntry
+	31, // 0: dormouse.v1.ProcessSpec.env:type_name -> dormouse.v1.ProcessSpec.EnvEntry
+	33, // 1: dormouse.v1.ProcessSpec.timeout:type_name -> google.protobuf.Duration
+	32, // 2: dormouse.v1.ProcessSpec.tags:type_name -> dormouse.v1.ProcessSpec.TagsEntry
 	2,  // 3: dormouse.v1.ProcessSpec.terminal:type_name -> dormouse.v1.Terminal
-	27, // 4: dormouse.v1.ProcessExit.time:type_name -> google.protobuf.Timestamp
+	34, // 4: dormouse.v1.ProcessExit.time:type_name -> google.protobuf.Timestamp
 	1,  // 5: dormouse.v1.Process.spec:type_name -> dormouse.v1.ProcessSpec
-	27, // 6: dormouse.v1.Process.start_time:type_name -> google.protobuf.Timestamp
+	34, // 6: dormouse.v1.Process.start_time:type_name -> google.protobuf.Timestamp
 	3,  // 7: dormouse.v1.Process.exit:type_name -> dormouse.v1.ProcessExit
 	1,  // 8: dormouse.v1.StartProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
 	4,  // 9: dormouse.v1.StartProcessResponse.process:type_name -> dormouse.v1.Process
@@ -1717,33 +2334,44 @@ var file_dormouse_v1_process_proto_depIdxs = []int32{
 	0,  // 14: dormouse.v1.OutputChunk.stream:type_name -> dormouse.v1.OutputStream
 	18, // 15: dormouse.v1.ReadOutputResponse.output:type_name -> dormouse.v1.OutputChunk
 	3,  // 16: dormouse.v1.ReadOutputResponse.exit:type_name -> dormouse.v1.ProcessExit
-	1,  // 17: dormouse.v1.RunProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
-	4,  // 18: dormouse.v1.RunProcessResponse.started:type_name -> dormouse.v1.Process
-	18, // 19: dormouse.v1.RunProcessResponse.output:type_name -> dormouse.v1.OutputChunk
-	3,  // 20: dormouse.v1.RunProcessResponse.exit:type_name -> dormouse.v1.ProcessExit
-	5,  // 21: dormouse.v1.ProcessService.StartProcess:input_type -> dormouse.v1.StartProcessRequest
-	7,  // 22: dormouse.v1.ProcessService.ListProcesses:input_type -> dormouse.v1.ListProcessesRequest
-	9,  // 23: dormouse.v1.ProcessService.GetProcess:input_type -> dormouse.v1.GetProcessRequest
-	11, // 24: dormouse.v1.ProcessService.WaitProcess:input_type -> dormouse.v1.WaitProcessRequest
-	13, // 25: dormouse.v1.ProcessService.SignalProcess:input_type -> dormouse.v1.SignalProcessRequest
-	15, // 26: dormouse.v1.ProcessService.ResizeTerminal:input_type -> dormouse.v1.ResizeTerminalRequest
-	17, // 27: dormouse.v1.ProcessService.ReadOutput:input_type -> dormouse.v1.ReadOutputRequest
-	20, // 28: dormouse.v1.ProcessService.WriteInput:input_type -> dormouse.v1.WriteInputRequest
-	22, // 29: dormouse.v1.ProcessService.RunProcess:input_type -> dormouse.v1.RunProcessRequest
-	6,  // 30: dormouse.v1.ProcessService.StartProcess:output_type -> dormouse.v1.StartProcessResponse
-	8,  // 31: dormouse.v1.ProcessService.ListProcesses:output_type -> dormouse.v1.ListProcessesResponse
-	10, // 32: dormouse.v1.ProcessService.GetProcess:output_type -> dormouse.v1.GetProcessResponse
-	12, // 33: dormouse.v1.ProcessService.WaitProcess:output_type -> dormouse.v1.WaitProcessResponse
-	14, // 34: dormouse.v1.ProcessService.SignalProcess:output_type -> dormouse.v1.SignalProcessResponse
-	16, // 35: dormouse.v1.ProcessService.ResizeTerminal:output_type -> dormouse.v1.ResizeTerminalResponse
-	19, // 36: dormouse.v1.ProcessService.ReadOutput:output_type -> dormouse.v1.ReadOutputResponse
-	21, // 37: dormouse.v1.ProcessService.WriteInput:output_type -> dormouse.v1.WriteInputResponse
-	23, // 38: dormouse.v1.ProcessService.RunProcess:output_type -> dormouse.v1.RunProcessResponse
-	30, // [30:39] is the sub-list for method output_type
-	21, // [21:30] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	23, // 17: dormouse.v1.AttachProcessRequest.open:type_name -> dormouse.v1.AttachOpen
+	24, // 18: dormouse.v1.AttachProcessRequest.input:type_name -> dormouse.v1.InputChunk
+	2,  // 19: dormouse.v1.AttachProcessRequest.resize:type_name -> dormouse.v1.Terminal
+	25, // 20: dormouse.v1.AttachProcessRequest.signal:type_name -> dormouse.v1.AttachSignal
+	4,  // 21: dormouse.v1.AttachOpened.process:type_name -> dormouse.v1.Process
+	26, // 22: dormouse.v1.AttachProcessResponse.opened:type_name -> dormouse.v1.AttachOpened
+	18, // 23: dormouse.v1.AttachProcessResponse.output:type_name -> dormouse.v1.OutputChunk
+	27, // 24: dormouse.v1.AttachProcessResponse.input:type_name -> dormouse.v1.InputState
+	3,  // 25: dormouse.v1.AttachProcessResponse.exit:type_name -> dormouse.v1.ProcessExit
+	1,  // 26: dormouse.v1.RunProcessRequest.spec:type_name -> dormouse.v1.ProcessSpec
+	4,  // 27: dormouse.v1.RunProcessResponse.started:type_name -> dormouse.v1.Process
+	18, // 28: dormouse.v1.RunProcessResponse.output:type_name -> dormouse.v1.OutputChunk
+	3,  // 29: dormouse.v1.RunProcessResponse.exit:type_name -> dormouse.v1.ProcessExit
+	5,  // 30: dormouse.v1.ProcessService.StartProcess:input_type -> dormouse.v1.StartProcessRequest
+	7,  // 31: dormouse.v1.ProcessService.ListProcesses:input_type -> dormouse.v1.ListProcessesRequest
+	9,  // 32: dormouse.v1.ProcessService.GetProcess:input_type -> dormouse.v1.GetProcessRequest
+	11, // 33: dormouse.v1.ProcessService.WaitProcess:input_type -> dormouse.v1.WaitProcessRequest
+	13, // 34: dormouse.v1.ProcessService.SignalProcess:input_type -> dormouse.v1.SignalProcessRequest
+	15, // 35: dormouse.v1.ProcessService.ResizeTerminal:input_type -> dormouse.v1.ResizeTerminalRequest
+	17, // 36: dormouse.v1.ProcessService.ReadOutput:input_type -> dormouse.v1.ReadOutputRequest
+	20, // 37: dormouse.v1.ProcessService.WriteInput:input_type -> dormouse.v1.WriteInputRequest
+	22, // 38: dormouse.v1.ProcessService.AttachProcess:input_type -> dormouse.v1.AttachProcessRequest
+	29, // 39: dormouse.v1.ProcessService.RunProcess:input_type -> dormouse.v1.RunProcessRequest
+	6,  // 40: dormouse.v1.ProcessService.StartProcess:output_type -> dormouse.v1.StartProcessResponse
+	8,  // 41: dormouse.v1.ProcessService.ListProcesses:output_type -> dormouse.v1.ListProcessesResponse
+	10, // 42: dormouse.v1.ProcessService.GetProcess:output_type -> dormouse.v1.GetProcessResponse
+	12, // 43: dormouse.v1.ProcessService.WaitProcess:output_type -> dormouse.v1.WaitProcessResponse
+	14, // 44: dormouse.v1.ProcessService.SignalProcess:output_type -> dormouse.v1.SignalProcessResponse
+	16, // 45: dormouse.v1.ProcessService.ResizeTerminal:output_type -> dormouse.v1.ResizeTerminalResponse
+	19, // 46: dormouse.v1.ProcessService.ReadOutput:output_type -> dormouse.v1.ReadOutputResponse
+	21, // 47: dormouse.v1.ProcessService.WriteInput:output_type -> dormouse.v1.WriteInputResponse
+	28, // 48: dormouse.v1.ProcessService.AttachProcess:output_type -> dormouse.v1.AttachProcessResponse
+	30, // 49: dormouse.v1.ProcessService.RunProcess:output_type -> dormouse.v1.RunProcessResponse
+	40, // [40:50] is the sub-list for method output_type
+	30, // [30:40] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_process_proto_init() }
@@ -1755,7 +2383,19 @@ func file_dormouse_v1_process_proto_init() {
 		(*ReadOutputResponse_Output)(nil),
 		(*ReadOutputResponse_Exit)(nil),
 	}
-	file_dormouse_v1_process_proto_msgTypes[22].OneofWrappers = []any{
+	file_dormouse_v1_process_proto_msgTypes[21].OneofWrappers = []any{
+		(*AttachProcessRequest_Open)(nil),
+		(*AttachProcessRequest_Input)(nil),
+		(*AttachProcessRequest_Resize)(nil),
+		(*AttachProcessRequest_Signal)(nil),
+	}
+	file_dormouse_v1_process_proto_msgTypes[27].OneofWrappers = []any{
+		(*AttachProcessResponse_Opened)(nil),
+		(*AttachProcessResponse_Output)(nil),
+		(*AttachProcessResponse_Input)(nil),
+		(*AttachProcessResponse_Exit)(nil),
+	}
+	file_dormouse_v1_process_proto_msgTypes[29].OneofWrappers = []any{
 		(*RunProcessResponse_Started)(nil),
 		(*RunProcessResponse_Output)(nil),
 		(*RunProcessResponse_Exit)(nil),
@@ -1766,7 +2406,7 @@ func file_dormouse_v1_process_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_process_proto_rawDesc), len(file_dormouse_v1_process_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

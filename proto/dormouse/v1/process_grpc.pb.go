@@ -27,6 +27,7 @@ const (
 	ProcessService_ResizeTerminal_FullMethodName = "/dormouse.v1.ProcessService/ResizeTerminal"
 	ProcessService_ReadOutput_FullMethodName     = "/dormouse.v1.ProcessService/ReadOutput"
 	ProcessService_WriteInput_FullMethodName     = "/dormouse.v1.ProcessService/WriteInput"
+	ProcessService_AttachProcess_FullMethodName  = "/dormouse.v1.ProcessService/AttachProcess"
 	ProcessService_RunProcess_FullMethodName     = "/dormouse.v1.ProcessService/RunProcess"
 )
 
@@ -50,6 +51,11 @@ type ProcessServiceClient interface {
 	// ReadOutput streams output from an offset; with follow, until the process has ended.
 	ReadOutput(ctx context.Context, in *ReadOutputRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadOutputResponse], error)
 	WriteInput(ctx context.Context, in *WriteInputRequest, opts ...grpc.CallOption) (*WriteInputResponse, error)
+	// AttachProcess follows a process's output from offsets and, when asked to, writes its input. The
+	// first message is open, answered by opened; exit is the last. Any number may follow; a slow one
+	// slows only itself. It goes on through a pause and a checkpoint. Where the sandbox is gone it
+	// ends with SANDBOX_MOVED if it is known what was restored from it, else as any call would.
+	AttachProcess(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachProcessRequest, AttachProcessResponse], error)
 	// RunProcess starts, follows the output and ends with the exit. A lost stream leaves the process
 	// running: its id was in the first message.
 	RunProcess(ctx context.Context, in *RunProcessRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[RunProcessResponse], error)
@@ -152,9 +158,22 @@ func (c *processServiceClient) WriteInput(ctx context.Context, in *WriteInputReq
 	return out, nil
 }
 
+func (c *processServiceClient) AttachProcess(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachProcessRequest, AttachProcessResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &ProcessService_ServiceDesc.Streams[1], ProcessService_AttachProcess_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[AttachProcessRequest, AttachProcessResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type ProcessService_AttachProcessClient = grpc.BidiStreamingClient[AttachProcessRequest, AttachProcessResponse]
+
 func (c *processServiceClient) RunProcess(ctx context.Context, in *RunProcessRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[RunProcessResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &ProcessService_ServiceDesc.Streams[1], ProcessService_RunProcess_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &ProcessService_ServiceDesc.Streams[2], ProcessService_RunProcess_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -191,6 +210,11 @@ type ProcessServiceServer interface {
 	// ReadOutput streams output from an offset; with follow, until the process has ended.
 	ReadOutput(*ReadOutputRequest, grpc.ServerStreamingServer[ReadOutputResponse]) error
 	WriteInput(context.Context, *WriteInputRequest) (*WriteInputResponse, error)
+	// AttachProcess follows a process's output from offsets and, when asked to, writes its input. The
+	// first message is open, answered by opened; exit is the last. Any number may follow; a slow one
+	// slows only itself. It goes on through a pause and a checkpoint. Where the sandbox is gone it
+	// ends with SANDBOX_MOVED if it is known what was restored from it, else as any call would.
+	AttachProcess(grpc.BidiStreamingServer[AttachProcessRequest, AttachProcessResponse]) error
 	// RunProcess starts, follows the output and ends with the exit. A lost stream leaves the process
 	// running: its id was in the first message.
 	RunProcess(*RunProcessRequest, grpc.ServerStreamingServer[RunProcessResponse]) error
@@ -227,6 +251,9 @@ func (UnimplementedProcessServiceServer) ReadOutput(*ReadOutputRequest, grpc.Ser
 }
 func (UnimplementedProcessServiceServer) WriteInput(context.Context, *WriteInputRequest) (*WriteInputResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method WriteInput not implemented")
+}
+func (UnimplementedProcessServiceServer) AttachProcess(grpc.BidiStreamingServer[AttachProcessRequest, AttachProcessResponse]) error {
+	return status.Error(codes.Unimplemented, "method AttachProcess not implemented")
 }
 func (UnimplementedProcessServiceServer) RunProcess(*RunProcessRequest, grpc.ServerStreamingServer[RunProcessResponse]) error {
 	return status.Error(codes.Unimplemented, "method RunProcess not implemented")
@@ -389,6 +416,13 @@ func _ProcessService_WriteInput_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ProcessService_AttachProcess_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(ProcessServiceServer).AttachProcess(&grpc.GenericServerStream[AttachProcessRequest, AttachProcessResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type ProcessService_AttachProcessServer = grpc.BidiStreamingServer[AttachProcessRequest, AttachProcessResponse]
+
 func _ProcessService_RunProcess_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(RunProcessRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -441,6 +475,12 @@ var ProcessService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "ReadOutput",
 			Handler:       _ProcessService_ReadOutput_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "AttachProcess",
+			Handler:       _ProcessService_AttachProcess_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 		{
 			StreamName:    "RunProcess",

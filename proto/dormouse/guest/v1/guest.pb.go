@@ -2302,10 +2302,15 @@ func (x *OutputEnd) GetGap() uint64 {
 	return 0
 }
 
-// StdinOpen asks for the state of a process's input and for its changes.
+// StdinOpen asks for the state of a process's input and for its changes. There is one input stream
+// of a process; opening it ends the earlier one silently.
 type StdinOpen struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	ProcessId     string                 `protobuf:"bytes,1,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	ProcessId string                 `protobuf:"bytes,1,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	// Who writes; 0 is nobody in particular.
+	Writer uint64 `protobuf:"varint,2,opt,name=writer,proto3" json:"writer,omitempty"`
+	// INPUT_TAKEN, and nothing changes, if another has opened the input since writer did.
+	Resume        bool `protobuf:"varint,3,opt,name=resume,proto3" json:"resume,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2345,6 +2350,20 @@ func (x *StdinOpen) GetProcessId() string {
 		return x.ProcessId
 	}
 	return ""
+}
+
+func (x *StdinOpen) GetWriter() uint64 {
+	if x != nil {
+		return x.Writer
+	}
+	return 0
+}
+
+func (x *StdinOpen) GetResume() bool {
+	if x != nil {
+		return x.Resume
+	}
+	return false
 }
 
 // StdinData is a piece of input. offset is absolute; bytes below accepted_offset are ignored.
@@ -2843,10 +2862,12 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\tOutputEnd\x12\x16\n" +
 	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x10\n" +
 	"\x03eof\x18\x02 \x01(\bR\x03eof\x12\x10\n" +
-	"\x03gap\x18\x03 \x01(\x04R\x03gap\"*\n" +
+	"\x03gap\x18\x03 \x01(\x04R\x03gap\"Z\n" +
 	"\tStdinOpen\x12\x1d\n" +
 	"\n" +
-	"process_id\x18\x01 \x01(\tR\tprocessId\"7\n" +
+	"process_id\x18\x01 \x01(\tR\tprocessId\x12\x16\n" +
+	"\x06writer\x18\x02 \x01(\x04R\x06writer\x12\x16\n" +
+	"\x06resume\x18\x03 \x01(\bR\x06resume\"7\n" +
 	"\tStdinData\x12\x16\n" +
 	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n" +
 	"\x04data\x18\x02 \x01(\fR\x04data\"$\n" +
