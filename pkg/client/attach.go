@@ -159,6 +159,25 @@ func (a *Attachment) CloseInput() {
 	wake(a.poke)
 }
 
+// Feed sends what the reader gives, and at its end, or when it fails, ends the input; not when it fails
+// with io.ErrClosedPipe. It returns then, or at the reader's next return after the process has ended.
+func (a *Attachment) Feed(r io.Reader) {
+	buf := make([]byte, inputChunk)
+	for {
+		n, err := r.Read(buf)
+		if _, werr := a.Write(buf[:n]); werr != nil {
+			return // its exit tells
+		}
+		if errors.Is(err, io.ErrClosedPipe) {
+			return
+		}
+		if err != nil {
+			a.CloseInput()
+			return
+		}
+	}
+}
+
 // Flush waits until the process has all that was written, and knows the input's end if it was closed.
 func (a *Attachment) Flush(ctx context.Context) error {
 	for {

@@ -44,7 +44,7 @@ type server struct {
 	run     func(*dormousev1.RunProcessRequest, grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error
 	read    func(*dormousev1.ReadOutputRequest, grpc.ServerStreamingServer[dormousev1.ReadOutputResponse]) error
 	watch   func(*dormousev1.WatchSandboxesRequest, grpc.ServerStreamingServer[dormousev1.WatchSandboxesResponse]) error
-	write   func(*dormousev1.WriteInputRequest) error
+	attach  func(*dormousev1.AttachOpen, attachServer) error
 }
 
 func (s *server) call(ctx context.Context, method, note string) error {
@@ -115,11 +115,15 @@ func (s *server) ReadOutput(r *dormousev1.ReadOutputRequest, ss grpc.ServerStrea
 	return s.read(r, ss)
 }
 
-func (s *server) WriteInput(ctx context.Context, r *dormousev1.WriteInputRequest) (*dormousev1.WriteInputResponse, error) {
-	if err := s.call(ctx, "Write", ""); err != nil {
-		return nil, err
+func (s *server) AttachProcess(ss attachServer) error {
+	first, err := ss.Recv()
+	if err != nil {
+		return err
 	}
-	return &dormousev1.WriteInputResponse{}, s.write(r)
+	if err := s.call(ss.Context(), "Attach", first.GetOpen().GetProcessId()); err != nil {
+		return err
+	}
+	return s.attach(first.GetOpen(), ss)
 }
 
 func listen(t *testing.T, network, addr string, s *server, opts ...grpc.ServerOption) string {
@@ -378,13 +382,15 @@ func TestRunStartsOnceWhenTheStreamBreaks(t *testing.T) {
 // A process that ends without reading its input does not hang the caller.
 func TestRunEndsBeforeItsInput(t *testing.T) {
 	s, c := local(t)
-	s.run = func(_ *dormousev1.RunProcessRequest, ss grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
-		if err := ss.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Started{Started: &dormousev1.Process{}}}); err != nil {
+	s.attach = func(o *dormousev1.AttachOpen, ss attachServer) error {
+		if !o.GetInput() || !o.GetHold() || o.GetWriter() == "" {
+			t.Errorf("asked %v", o)
+		}
+		if err := opened(ss, 0); err != nil {
 			return err
 		}
-		return ss.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Exit{Exit: &dormousev1.ProcessExit{}}})
+		return exited(ss, 0)
 	}
-	s.write = func(*dormousev1.WriteInputRequest) error { return errs.New(errs.ProcessNotFound, "ended") }
 	input, feed := io.Pipe()
 	if _, exit, err := c.Sandbox("u").Run(t.Context(), &dormousev1.ProcessSpec{Argv: []string{"true"}}, input, &Output{}, nil); err != nil || exit.GetCode() != 0 {
 		t.Errorf("%v %v", exit, err)

@@ -15,7 +15,7 @@ import (
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
-// inputChunk bounds one WriteInput.
+// inputChunk bounds one message of input.
 const inputChunk = 32 << 10
 
 // Process is a handle: a process of a sandbox, kept across restore (under the new sandbox's uid).
@@ -31,7 +31,16 @@ func (s *Sandbox) Process(id string) *Process { return &Process{c: s.c, Sandbox:
 
 // Start returns once the program runs. An empty id lets this make one; the same id starts once.
 func (s *Sandbox) Start(ctx context.Context, spec *dormousev1.ProcessSpec, id string) (*Process, error) {
-	req := &dormousev1.StartProcessRequest{SandboxUid: s.UID, Spec: spec, ProcessId: operation(id)}
+	return s.start(ctx, &dormousev1.StartProcessRequest{SandboxUid: s.UID, Spec: spec, ProcessId: operation(id)})
+}
+
+// StartHeld is Start of a process that is about to be attached to or followed: until then, for at most 10 s,
+// it waits instead of overwriting its output.
+func (s *Sandbox) StartHeld(ctx context.Context, spec *dormousev1.ProcessSpec) (*Process, error) {
+	return s.start(ctx, &dormousev1.StartProcessRequest{SandboxUid: s.UID, Spec: spec, ProcessId: uid.New(), HoldOutput: true})
+}
+
+func (s *Sandbox) start(ctx context.Context, req *dormousev1.StartProcessRequest) (*Process, error) {
 	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.StartProcessResponse, error) {
 		return s.c.processes.StartProcess(ctx, req)
 	})
@@ -215,19 +224,20 @@ func (p *Process) read(ctx context.Context, out *Output, follow bool) (*dormouse
 
 // Run starts a process, sends it the input (nil: none), follows its output and returns its exit.
 // Started (may be nil) is called once it runs. A lost connection is taken up again: the process is
-// started once, and no output is written twice.
+// started once, no output is written twice, and the process has every byte of the input once.
 //
 // The input is read by a goroutine that ends with the reader or, when the process ends first, at
 // the reader's next return.
 func (s *Sandbox) Run(ctx context.Context, spec *dormousev1.ProcessSpec, input io.Reader, out *Output, started func(*Process)) (*Process, *dormousev1.ProcessExit, error) {
 	spec = proto.CloneOf(spec)
 	spec.Stdin = input != nil
-	r := &running{p: s.Process(uid.New()), out: out, input: input, started: started}
-	ctx, cancel := context.WithCancel(ctx)
-	defer func() {
-		cancel()
-		r.end()
-	}()
+	if started == nil {
+		started = func(*Process) {}
+	}
+	if input != nil {
+		return s.runWithInput(ctx, spec, input, out, started)
+	}
+	r := &running{p: s.Process(uid.New()), out: out, started: started}
 	exit, err := r.stream(ctx, spec)
 	if err == nil || !again(ctx, err) {
 		return r.p, exit, err
@@ -238,20 +248,35 @@ func (s *Sandbox) Run(ctx context.Context, spec *dormousev1.ProcessSpec, input i
 		if err != nil {
 			return r.p, nil, err
 		}
-		r.begin(ctx, p.Last)
+		r.begin(p.Last)
 	}
 	exit, err = r.p.Follow(ctx, out, true)
 	return r.p, exit, err
 }
 
-// running is one Run.
+func (s *Sandbox) runWithInput(ctx context.Context, spec *dormousev1.ProcessSpec, input io.Reader, out *Output, started func(*Process)) (*Process, *dormousev1.ProcessExit, error) {
+	id := uid.New()
+	p, err := s.start(ctx, &dormousev1.StartProcessRequest{SandboxUid: s.UID, Spec: spec, ProcessId: id, HoldOutput: true})
+	if err != nil {
+		return s.Process(id), nil, err
+	}
+	started(p)
+	a, err := p.Attach(ctx, AttachOptions{Output: out, Input: true, Hold: true})
+	if err != nil {
+		return p, nil, err
+	}
+	defer a.Close()
+	go a.Feed(input)
+	exit, err := a.Wait()
+	return p, exit, err
+}
+
+// running is one Run without input.
 type running struct {
 	p       *Process
 	out     *Output
-	input   io.Reader
 	started func(*Process)
 	on      bool
-	pumped  chan struct{}
 }
 
 func (r *running) stream(ctx context.Context, spec *dormousev1.ProcessSpec) (*dormousev1.ProcessExit, error) {
@@ -269,7 +294,7 @@ func (r *running) stream(ctx context.Context, spec *dormousev1.ProcessSpec) (*do
 		}
 		switch {
 		case ev.GetStarted() != nil:
-			r.begin(ctx, ev.GetStarted())
+			r.begin(ev.GetStarted())
 		case ev.GetOutput() != nil:
 			if err := r.out.write(ev.GetOutput()); err != nil {
 				return nil, err
@@ -280,63 +305,10 @@ func (r *running) stream(ctx context.Context, spec *dormousev1.ProcessSpec) (*do
 	}
 }
 
-// begin takes note that the process runs, and lets the input flow.
-func (r *running) begin(ctx context.Context, p *dormousev1.Process) {
-	if r.on {
-		return
-	}
-	r.on, r.p.Last = true, p
-	if r.started != nil {
+// begin takes note that the process runs.
+func (r *running) begin(p *dormousev1.Process) {
+	if !r.on {
+		r.on, r.p.Last = true, p
 		r.started(r.p)
-	}
-	if r.input == nil {
-		return
-	}
-	chunks := make(chan []byte)
-	go readInput(ctx, r.input, chunks)
-	r.pumped = make(chan struct{})
-	go func() {
-		defer close(r.pumped)
-		r.pump(ctx, chunks)
-	}()
-}
-
-// readInput is on its own because a read cannot be cancelled.
-func readInput(ctx context.Context, input io.Reader, chunks chan<- []byte) {
-	defer close(chunks)
-	for {
-		buf := make([]byte, inputChunk)
-		n, err := input.Read(buf)
-		if n > 0 {
-			select {
-			case chunks <- buf[:n]:
-			case <-ctx.Done():
-				return
-			}
-		}
-		if err != nil {
-			return
-		}
-	}
-}
-
-// pump sends the input, then its end. A refusal means that the process reads no more: its exit tells.
-func (r *running) pump(ctx context.Context, chunks <-chan []byte) {
-	for {
-		select {
-		case data, ok := <-chunks:
-			if err := r.p.Write(ctx, data, !ok); err != nil || !ok {
-				return
-			}
-		case <-ctx.Done():
-			return
-		}
-	}
-}
-
-// end waits for the pump; its context is cancelled.
-func (r *running) end() {
-	if r.pumped != nil {
-		<-r.pumped
 	}
 }

@@ -99,7 +99,7 @@ func (s *Processes) ended(sandboxUID, processID string, failure error) (runner.F
 
 // StartProcess implements ProcessService.
 func (s *Processes) StartProcess(ctx context.Context, req *dormousev1.StartProcessRequest) (*dormousev1.StartProcessResponse, error) {
-	_, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec(), false)
+	_, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec(), req.GetHoldOutput())
 	if err != nil {
 		return nil, err
 	}

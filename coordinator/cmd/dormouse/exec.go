@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -29,19 +28,11 @@ const (
 	exitNotFound    = 127
 )
 
-// inputFlags are -i, and -t for those whose fingers type it: it is refused with a word of what to do.
 func inputFlags() []cli.Flag {
 	return []cli.Flag{
 		&cli.BoolFlag{Name: "interactive", Aliases: []string{"i"}, Usage: "pass standard input on"},
-		&cli.BoolFlag{Name: "tty", Aliases: []string{"t"}, Hidden: true},
+		&cli.BoolFlag{Name: "tty", Aliases: []string{"t"}, Usage: "run the command on a terminal; its output is one stream"},
 	}
-}
-
-func noTerminal(c call) error {
-	if c.Bool("tty") {
-		return command.Usage(c.Context, "there are no terminals (-t) inside yet; leave it out, -i passes standard input on")
-	}
-	return nil
 }
 
 func processTimeout() cli.Flag {
@@ -51,7 +42,8 @@ func processTimeout() cli.Flag {
 func runCommand() *cli.Command {
 	return &cli.Command{
 		Name: "run", Usage: "create a sandbox, run a command in it, and pass on its exit code", ArgsUsage: "IMAGE [-- CMD...]",
-		Description: "Without CMD the image's own command runs. The sandbox stays, unless --rm is given; its uid goes to standard error.",
+		Description:            "Without CMD the image's own command runs. The sandbox stays, unless --rm is given; its uid goes to standard error. " + escapeHelp,
+		UseShortOptionHandling: true,
 		Flags: append(append(specFlags(), inputFlags()...), operationFlag(), processTimeout(),
 			&cli.BoolFlag{Name: "rm", Usage: "delete the sandbox afterwards"}),
 		Action: patient(1, -1, func(c call) error {
@@ -64,10 +56,10 @@ func runCommand() *cli.Command {
 }
 
 func runImage(c call, in *interrupts) (err error) {
-	if err := noTerminal(c); err != nil {
+	argv := c.Args().Tail()
+	if err := wrongTerminal(c, argv); err != nil {
 		return err
 	}
-	argv := c.Args().Tail()
 	if len(argv) == 0 && (c.Bool("interactive") || c.IsSet("timeout")) {
 		return command.Usage(c.Context, "-i and --timeout are for a command: give one after --")
 	}
@@ -127,13 +119,14 @@ func followMain(c call, s *client.Sandbox, in *interrupts) error {
 func execCommand() *cli.Command {
 	return &cli.Command{
 		Name: "exec", Usage: "run a command in a sandbox and pass on its exit code", ArgsUsage: "SANDBOX -- CMD...",
-		Description: "The first Ctrl-C goes to the command, the second leaves it running.",
+		Description:            "The first Ctrl-C goes to the command, the second leaves it running. " + escapeHelp,
+		UseShortOptionHandling: true,
 		Flags: append(append(envFlags(), inputFlags()...), processTimeout(),
 			&cli.StringSliceFlag{Name: "secret-env", Usage: "KEY to pass on; may be repeated"},
 			&cli.StringSliceFlag{Name: "tag", Usage: "KEY=VALUE to find the process by; may be repeated"},
 			&cli.BoolFlag{Name: "detach", Aliases: []string{"d"}, Usage: "leave it running and print its process id"}),
 		Action: patient(2, -1, func(c call) error {
-			if err := noTerminal(c); err != nil {
+			if err := wrongTerminal(c, c.Args().Tail()); err != nil {
 				return err
 			}
 			env, err := environment(c.Context)
@@ -192,31 +185,14 @@ func startIn(c call, s *client.Sandbox, spec *dormousev1.ProcessSpec, secrets ma
 
 func runIn(c call, s *client.Sandbox, in *interrupts, spec *dormousev1.ProcessSpec, secrets map[string]string) error {
 	complete(c, spec, secrets)
+	if c.Bool("tty") {
+		return onTerminal(c, s, in, spec, c.Bool("interactive"))
+	}
 	var input io.Reader
 	if c.Bool("interactive") {
 		input = c.App.Reader
 	}
-	running := false
-	in.start()
-	p, exit, err := s.Run(c.ctx, spec, input, outputOf(c), func(p *client.Process) {
-		running = true
-		in.forward(p)
-	})
-	switch {
-	case err == nil:
-		if exit.GetTimedOut() {
-			fmt.Fprintf(c.App.ErrWriter, "%s: the command was ended after --timeout %s\n", c.App.Name, c.Duration("timeout"))
-		}
-		return passOn(exit)
-	case running && errors.Is(err, syscall.EPIPE):
-		return brokenPipe(c, p)
-	case running && !c.Bool("rm"):
-		fmt.Fprintf(c.App.ErrWriter, "the process goes on: dormouse logs -f %s %s\n", s.UID, p.ID)
-		return err
-	case running:
-		return err // the process goes with the sandbox
-	}
-	return notRun(c, err)
+	return piped(c, s, in, spec, input)
 }
 
 // brokenPipe ends a command whose output nobody reads any more, as a pipe on one machine would.

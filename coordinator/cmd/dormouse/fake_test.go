@@ -48,8 +48,6 @@ type fake struct {
 	snapshots []*dormousev1.Snapshot
 	volumes   []*dormousev1.Volume
 	requests  []proto.Message
-	input     bytes.Buffer
-	inputDone chan struct{}
 	signals   chan int32
 	ids       int
 	fail      map[string]error // by method, every time
@@ -292,7 +290,7 @@ func (f *fake) DeleteVolume(_ context.Context, r *dormousev1.DeleteVolumeRequest
 	return &dormousev1.DeleteVolumeResponse{}, f.note("DeleteVolume", r)
 }
 
-// RunProcess knows a few programs: echo, exit, sleep (times out), cat (its input is its output),
+// RunProcess knows a few programs: echo, exit, sleep (times out),
 // hang (until a signal comes), lost (the stream breaks after half of the output).
 func (f *fake) RunProcess(r *dormousev1.RunProcessRequest, s grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
 	if err := f.note("RunProcess", r); err != nil {
@@ -333,15 +331,6 @@ func (f *fake) RunProcess(r *dormousev1.RunProcessRequest, s grpc.ServerStreamin
 		}
 	case "sleep":
 		exit.Code, exit.Signal, exit.TimedOut = 137, 9, true
-	case "cat":
-		select {
-		case <-f.inputDone:
-		case <-s.Context().Done():
-			return s.Context().Err()
-		}
-		if err := say(dormousev1.OutputStream_OUTPUT_STREAM_STDOUT, f.input.String()); err != nil {
-			return err
-		}
 	case "lost":
 		if err := say(dormousev1.OutputStream_OUTPUT_STREAM_STDOUT, "first half, "); err != nil {
 			return err
@@ -351,14 +340,61 @@ func (f *fake) RunProcess(r *dormousev1.RunProcessRequest, s grpc.ServerStreamin
 	return s.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Exit{Exit: exit}})
 }
 
-func (f *fake) WriteInput(_ context.Context, r *dormousev1.WriteInputRequest) (*dormousev1.WriteInputResponse, error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.input.Write(r.GetData())
-	if r.GetEof() {
-		close(f.inputDone)
+// AttachProcess is at a process that says what it reads, in capitals, and its sizes.
+func (f *fake) AttachProcess(s grpc.BidiStreamingServer[dormousev1.AttachProcessRequest, dormousev1.AttachProcessResponse]) error {
+	first, err := s.Recv()
+	if err != nil {
+		return err
 	}
-	return &dormousev1.WriteInputResponse{}, nil
+	if err := f.note("AttachProcess", first.GetOpen()); err != nil {
+		return err
+	}
+	offset := first.GetOpen().GetStdoutOffset()
+	if err := s.Send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Opened{Opened: &dormousev1.AttachOpened{Process: &dormousev1.Process{}}}}); err != nil {
+		return err
+	}
+	say := func(text string) error {
+		c := &dormousev1.OutputChunk{Stream: dormousev1.OutputStream_OUTPUT_STREAM_STDOUT, Offset: offset, Data: []byte(text)}
+		offset += uint64(len(text))
+		return s.Send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Output{Output: c}})
+	}
+	if err := say("ready\n"); err != nil {
+		return err
+	}
+	for {
+		m, err := s.Recv()
+		if err != nil {
+			return err
+		}
+		if r := m.GetResize(); r != nil {
+			if err := say(fmt.Sprintf("size %d %d\n", r.GetRows(), r.GetCols())); err != nil {
+				return err
+			}
+		}
+		in := m.GetInput()
+		if in == nil {
+			continue
+		}
+		if err := say(strings.ToUpper(string(in.GetData()))); err != nil {
+			return err
+		}
+		ack := &dormousev1.InputState{AcceptedOffset: in.GetOffset() + uint64(len(in.GetData())), Closed: in.GetEof()}
+		if err := s.Send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Input{Input: ack}}); err != nil {
+			return err
+		}
+		if in.GetEof() || strings.Contains(string(in.GetData()), "exit") {
+			return s.Send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Exit{Exit: &dormousev1.ProcessExit{Code: 5}}})
+		}
+	}
+}
+
+func (f *fake) GetProcess(_ context.Context, r *dormousev1.GetProcessRequest) (*dormousev1.GetProcessResponse, error) {
+	return &dormousev1.GetProcessResponse{Process: &dormousev1.Process{ProcessId: r.GetProcessId(), StdoutOffset: 40,
+		Spec: &dormousev1.ProcessSpec{Terminal: &dormousev1.Terminal{Rows: 24, Cols: 80}}}}, f.note("GetProcess", r)
+}
+
+func (f *fake) ResizeTerminal(_ context.Context, r *dormousev1.ResizeTerminalRequest) (*dormousev1.ResizeTerminalResponse, error) {
+	return &dormousev1.ResizeTerminalResponse{}, f.note("ResizeTerminal", r)
 }
 
 // ReadOutput has the output of "lost", some of it read again.
@@ -459,7 +495,7 @@ func auth(ctx context.Context) error {
 // serve starts a fake coordinator on a unix socket and points the environment at it.
 func serve(t *testing.T) *fake {
 	t.Helper()
-	f := &fake{fail: make(map[string]error), once: make(map[string]error), inputDone: make(chan struct{}), signals: make(chan int32, 1)}
+	f := &fake{fail: make(map[string]error), once: make(map[string]error), signals: make(chan int32, 1)}
 	server, err := wire.NewServer(obs.Discard(), nil)
 	if err != nil {
 		t.Fatal(err)

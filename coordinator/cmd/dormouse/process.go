@@ -51,13 +51,14 @@ func signalName(n int32) string {
 
 func psCommand() *cli.Command {
 	return &cli.Command{
-		Name: "ps", Usage: "list the processes started in a sandbox", ArgsUsage: "SANDBOX", Flags: callFlags(false),
+		Name: "ps", Usage: "list the processes started in a sandbox", ArgsUsage: "SANDBOX",
+		Flags: callFlags(false, &cli.StringSliceFlag{Name: "tag", Usage: "only those with KEY=VALUE; may be repeated"}),
 		Action: action(1, 1, func(c call) error {
 			s, err := c.client.FindSandbox(c.ctx, c.Args().First())
 			if err != nil {
 				return err
 			}
-			all, err := s.Processes(c.ctx)
+			all, err := s.Processes(c.ctx, c.StringSlice("tag")...)
 			if err != nil {
 				return err
 			}
@@ -67,15 +68,16 @@ func psCommand() *cli.Command {
 }
 
 // processOf finds the process that the second argument names, or the sandbox's own.
-func processOf(c call) (*client.Process, error) {
+func processOf(c call) (*client.Sandbox, *client.Process, error) {
 	s, err := c.client.FindSandbox(c.ctx, c.Args().Get(0))
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if id := c.Args().Get(1); id != "" {
-		return s.Process(id), nil
+		return s, s.Process(id), nil
 	}
-	return s.Main(c.ctx)
+	p, err := s.Main(c.ctx)
+	return s, p, err
 }
 
 func logsCommand() *cli.Command {
@@ -83,14 +85,18 @@ func logsCommand() *cli.Command {
 		Name: "logs", Usage: "show the output of a process, by default of the sandbox's own command", ArgsUsage: "SANDBOX [PROCESS]",
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "follow", Aliases: []string{"f"}, Usage: "go on until the process ends"},
+			&cli.Uint64Flag{Name: "since-offset", Usage: "begin with this byte of standard output (ps -o wide has the end)"},
+			&cli.Uint64Flag{Name: "since-stderr-offset", Usage: "begin with this byte of standard error"},
 			&cli.DurationFlag{Name: "timeout", Usage: "stop after this time"},
 		},
 		Action: action(1, 2, func(c call) error {
-			p, err := processOf(c)
+			_, p, err := processOf(c)
 			if err != nil {
 				return err
 			}
-			_, err = p.Follow(c.ctx, outputOf(c), c.Bool("follow"))
+			out := outputOf(c)
+			out.From(c.Uint64("since-offset"), c.Uint64("since-stderr-offset"))
+			_, err = p.Follow(c.ctx, out, c.Bool("follow"))
 			return err
 		}),
 	}
@@ -109,7 +115,7 @@ func killCommand() *cli.Command {
 			if err != nil {
 				return err
 			}
-			p, err := processOf(c)
+			_, p, err := processOf(c)
 			if err != nil {
 				return err
 			}

@@ -431,7 +431,9 @@ type StartProcessRequest struct {
 	SandboxUid string                 `protobuf:"bytes,1,opt,name=sandbox_uid,json=sandboxUid,proto3" json:"sandbox_uid,omitempty"`
 	Spec       *ProcessSpec           `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
 	// Starts at most once for one id; empty lets the server choose.
-	ProcessId     string `protobuf:"bytes,3,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	ProcessId string `protobuf:"bytes,3,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	// Its output waits for the first reader, for at most 10 s, where it would be overwritten.
+	HoldOutput    bool `protobuf:"varint,4,opt,name=hold_output,json=holdOutput,proto3" json:"hold_output,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -485,6 +487,13 @@ func (x *StartProcessRequest) GetProcessId() string {
 		return x.ProcessId
 	}
 	return ""
+}
+
+func (x *StartProcessRequest) GetHoldOutput() bool {
+	if x != nil {
+		return x.HoldOutput
+	}
+	return false
 }
 
 type StartProcessResponse struct {
@@ -2125,13 +2134,15 @@ const file_dormouse_v1_process_proto_rawDesc = "" +
 	"\x04exit\x18\x05 \x01(\v2\x18.dormouse.v1.ProcessExitR\x04exit\x12#\n" +
 	"\rstdout_offset\x18\x06 \x01(\x04R\fstdoutOffset\x12#\n" +
 	"\rstderr_offset\x18\a \x01(\x04R\fstderrOffset\x12\x12\n" +
-	"\x04main\x18\b \x01(\bR\x04main\"\x83\x01\n" +
+	"\x04main\x18\b \x01(\bR\x04main\"\xa4\x01\n" +
 	"\x13StartProcessRequest\x12\x1f\n" +
 	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
 	"sandboxUid\x12,\n" +
 	"\x04spec\x18\x02 \x01(\v2\x18.dormouse.v1.ProcessSpecR\x04spec\x12\x1d\n" +
 	"\n" +
-	"process_id\x18\x03 \x01(\tR\tprocessId\"F\n" +
+	"process_id\x18\x03 \x01(\tR\tprocessId\x12\x1f\n" +
+	"\vhold_output\x18\x04 \x01(\bR\n" +
+	"holdOutput\"F\n" +
 	"\x14StartProcessResponse\x12.\n" +
 	"\aprocess\x18\x01 \x01(\v2\x14.dormouse.v1.ProcessR\aprocess\"K\n" +
 	"\x14ListProcessesRequest\x12\x1f\n" +
