@@ -212,14 +212,16 @@ func (a *Attachment) run(ctx context.Context) {
 	backoff, lost := firstBackoff, time.Time{}
 	for {
 		progress, err := a.once(ctx)
+		// What was attached to and was paused meanwhile is waited for, as the stream would have.
+		paused := a.begun() && errs.Has(err, errs.SandboxPaused) && ctx.Err() == nil
 		switch {
-		case err == nil || !again(ctx, err):
+		case err == nil || !again(ctx, err) && !paused:
 			a.err = err
 			return
 		case progress:
 			backoff, lost = firstBackoff, time.Time{}
 		}
-		if lost.IsZero() {
+		if lost.IsZero() || paused {
 			lost = time.Now()
 		}
 		if time.Since(lost) > attachPatience || sleep(ctx, backoff/2+rand.N(backoff)) != nil {

@@ -220,6 +220,48 @@ func TestB02BackgroundServerSurvives(t *testing.T) {
 	}
 }
 
+// What is attached stands still with a paused sandbox and goes on with it, over a new agentd too.
+func TestAttachOverAPause(t *testing.T) {
+	w := enter(t)
+	spec := w.spec()
+	spec.NodeSelector = map[string]string{"zone": "z1"}
+	s := w.create(spec)
+	p, err := s.Start(w.ctx, &dormousev1.ProcessSpec{Shell: ticker}, "")
+	w.ok(err)
+	lines := &counter{want: 1, seen: make(chan int, 8192)}
+	a, err := p.Attach(w.ctx, client.AttachOptions{Output: &client.Output{Stdout: lines}})
+	w.ok(err)
+	defer a.Close()
+	lines.after(w, 5)
+	for _, restart := range []bool{false, true} {
+		w.ok(s.Pause(w.ctx, ""))
+		_, err = p.Attach(w.ctx, client.AttachOptions{})
+		w.refused(err, errs.SandboxPaused)
+		if restart {
+			w.restartAgentd(1)
+		}
+		at := lines.last(w)
+		w.ok(s.Resume(w.ctx, ""))
+		lines.after(w, at+20)
+	}
+	if lines.wrong != "" {
+		t.Error(lines.wrong)
+	}
+}
+
+// last is the newest line that was seen.
+func (c *counter) last(w *world) int {
+	w.Helper()
+	n := 0
+	for {
+		select {
+		case n = <-c.seen:
+		default:
+			return n
+		}
+	}
+}
+
 // after waits for a line past n.
 func (c *counter) after(w *world, n int) {
 	w.Helper()
