@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/uid"
 )
 
 // under starts an operation, has the world's weather change in the middle of it, and then expects its end.
@@ -161,9 +162,16 @@ func TestF10StateFileDamaged(t *testing.T) {
 func TestF10AgentdAway(t *testing.T) {
 	w := enter(t)
 	w.ok(w.KillAgentd(w.ctx, 1))
-	ctx, cancel := context.WithTimeout(w.ctx, time.Second)
-	defer cancel()
-	err := w.survivor.Delete(ctx, "")
+	ctx, leave := context.WithCancel(w.ctx)
+	defer leave()
+	id, said := uid.New(), make(chan error, 1)
+	go func() { said <- w.survivor.Delete(ctx, id) }()
+	w.await("the deletion is accepted", func() error {
+		_, err := w.api.GetOperation(w.ctx, id)
+		return err
+	})
+	leave()
+	err := <-said
 	var e *errs.Error
 	if !errors.As(err, &e) || e.Retry == errs.Never {
 		t.Fatalf("a deletion without its node said %v", err)

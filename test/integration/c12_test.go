@@ -6,7 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
@@ -41,11 +40,21 @@ func TestC12NodeAwayWhileASnapshotIsDeleted(t *testing.T) {
 		}
 		return err
 	})
-	short, cancel := context.WithTimeout(w.ctx, 3*time.Second)
-	defer cancel()
+	short, leave := context.WithCancel(w.ctx)
+	defer leave()
 	snapshots := dormousev1.NewSnapshotServiceClient(w.raw(w.key))
 	deletion := uid.New()
-	_, err = snapshots.DeleteSnapshot(short, &dormousev1.DeleteSnapshotRequest{OperationId: deletion, Uid: snap.UID})
+	said := make(chan error, 1)
+	go func() {
+		_, err := snapshots.DeleteSnapshot(short, &dormousev1.DeleteSnapshotRequest{OperationId: deletion, Uid: snap.UID})
+		said <- err
+	}()
+	w.await("the deletion is accepted", func() error {
+		_, err := w.api.GetOperation(w.ctx, deletion)
+		return err
+	})
+	leave()
+	err = <-said
 	if e := errs.From(err); err == nil || e.Outcome != errs.Unknown {
 		t.Fatalf("the deletion said %v", err)
 	}
