@@ -45,7 +45,7 @@ func TestStdin(t *testing.T) {
 	r.Stdin = true
 	_, err = c.Start(ctx(t), r)
 	must(t, err)
-	short, cancel := context.WithTimeout(ctx(t), 300*time.Millisecond)
+	short, cancel := context.WithTimeout(ctx(t), 3*time.Second)
 	defer cancel()
 	n, err := c.WriteStdin(short, "deaf", make([]byte, 1<<20))
 	if !errs.Has(err, errs.DeadlineExpired) || n < 64<<10 || n >= 1<<20 {

@@ -173,7 +173,7 @@ func FuzzRequests(f *testing.F) {
 	f.Fuzz(func(t *testing.T, which uint8, data []byte) {
 		w := ws.get()
 		m := w.methods[int(which)%len(w.methods)]
-		ctx, cancel := context.WithTimeout(auth.With(context.Background(), caller), 5*time.Second)
+		ctx, cancel := context.WithTimeout(auth.With(context.Background(), caller), time.Minute)
 		defer cancel()
 		err := m.call(ctx, cancel, data)
 		if err == nil || errors.Is(err, errBadBytes) {
@@ -307,7 +307,7 @@ func FuzzREST(f *testing.F) {
 		if err != nil {
 			return
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		if strings.Contains(path, ":watch") || strings.Contains(query, "watch") {
 			cancel()

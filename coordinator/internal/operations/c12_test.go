@@ -31,7 +31,7 @@ func TestC12DeletingSnapshotOwnsItsArtefact(t *testing.T) {
 		return nil
 	})
 	deletion := call(uid.New())
-	short, cancel := context.WithTimeout(ctx, 100*time.Millisecond)
+	short, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	_, err := e.DeleteSnapshot(short, deletion, operations.Delete{UID: snap})
 	if env := wantEnvelope(t, err, errs.NodeAway); env.Outcome != errs.Unknown {

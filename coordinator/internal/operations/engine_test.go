@@ -243,7 +243,7 @@ func TestNodeAwayIsUnknownNotAbsent(t *testing.T) {
 	w.node.mu.Lock()
 	w.node.away = func(string) error { return errs.New(errs.NodeAway, "away").With("node", "n1") }
 	w.node.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 	defer cancel()
 	c := call(uid.New())
 	_, err := e.DeleteSandbox(ctx, c, operations.Delete{UID: u})

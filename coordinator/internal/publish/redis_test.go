@@ -130,7 +130,7 @@ func TestC06_UnsettledIsUnknown(t *testing.T) {
 	}
 	// A paused server answers neither the commit nor the question; the caller's budget ends that.
 	server.Pause(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
 	c := operation(owner, "op", catalogtest.Create(catalogtest.Snapshot("p")))
 	_, err := q.Publish(ctx, fixed(c))
