@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -107,6 +108,9 @@ func (c *Cluster) RESTSocket() string { return filepath.Join(c.Dir, "rest.sock")
 const (
 	grpcPort, nodePort, restPort, agentPort = "7443", "7444", "7080", "7421"
 )
+
+// AgentAddress is where node i's agentd listens, inside the fabric.
+func (c *Cluster) AgentAddress(i int) string { return net.JoinHostPort(fabric.NodeAddr(i), agentPort) }
 
 type dict = map[string]any
 
