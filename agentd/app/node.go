@@ -16,6 +16,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/agentd/internal/api"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
+	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
 	"github.com/dormouse-run/dormouse/agentd/internal/guest"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
@@ -104,6 +105,14 @@ func (n *node) Channel(uid string) (*guest.Conn, error) {
 func (n *node) Defaults(uid string) (api.Defaults, error) {
 	rec, err := n.state.Sandbox(uid)
 	return api.Defaults(rec.Defaults), err
+}
+
+// Transfer begins to move bytes of a running sandbox.
+func (n *node) Transfer(ctx context.Context, uid string, order bulkwire.Order) (*bulk.Transfer, error) {
+	if _, err := n.run.Guest(uid); err != nil {
+		return nil, err
+	}
+	return n.bulk.Start(ctx, uid, order)
 }
 
 // DialPort connects to a port inside a running sandbox.

@@ -115,6 +115,7 @@ func (a *App) servers() (nodeServer, debugServer *grpc.Server, err error) {
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
 	nodev1.RegisterAgentServiceServer(nodeServer, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
 	dormousev1.RegisterProcessServiceServer(nodeServer, processes)
+	dormousev1.RegisterFileServiceServer(nodeServer, &api.Files{Sandboxes: a.node})
 
 	debugServer = grpc.NewServer(opts...)
 	nodev1.RegisterDebugServiceServer(debugServer, &debug.Server{

@@ -38,6 +38,7 @@ type Client struct {
 
 	sandboxes  dormousev1.SandboxServiceClient
 	processes  dormousev1.ProcessServiceClient
+	files      dormousev1.FileServiceClient
 	snapshots  dormousev1.SnapshotServiceClient
 	volumes    dormousev1.VolumeServiceClient
 	nodes      dormousev1.NodeServiceClient
@@ -76,6 +77,7 @@ func Dial(cfg Config, opts ...grpc.DialOption) (*Client, error) {
 func New(cc *grpc.ClientConn) *Client {
 	return &Client{
 		cc: cc, sandboxes: dormousev1.NewSandboxServiceClient(cc), processes: dormousev1.NewProcessServiceClient(cc),
+		files:     dormousev1.NewFileServiceClient(cc),
 		snapshots: dormousev1.NewSnapshotServiceClient(cc), volumes: dormousev1.NewVolumeServiceClient(cc),
 		nodes: dormousev1.NewNodeServiceClient(cc), images: dormousev1.NewImageServiceClient(cc),
 		operations: dormousev1.NewOperationServiceClient(cc), events: dormousev1.NewEventServiceClient(cc),

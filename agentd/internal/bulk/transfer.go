@@ -160,6 +160,12 @@ func (t *Transfer) broken(err error) error {
 	return errs.Wrap(err, errs.TransferCut, "the bulk helper of sandbox %s ended before the transfer; go on from the offset reached", t.uid).With("uid", t.uid)
 }
 
+// Garbled ends the transfer as one whose helper said what it may not, and gives the error.
+func (t *Transfer) Garbled() error {
+	t.ended = t.broken(bulkwire.ErrGarbage)
+	return t.ended
+}
+
 // Write sends bytes. When it fails, what the helper said of it may still be read.
 func (t *Transfer) Write(p []byte) (int, error) {
 	n := 0

@@ -91,6 +91,26 @@ func (h *helper) run() error {
 	switch h.order.Op {
 	case bulkwire.Dial:
 		return h.dial()
+	case bulkwire.Stat:
+		return h.stat()
+	case bulkwire.List:
+		return h.list()
+	case bulkwire.Read:
+		return h.read()
+	case bulkwire.Write:
+		return h.write()
+	case bulkwire.MakeDir:
+		return h.makeDir()
+	case bulkwire.Remove:
+		return h.remove()
+	case bulkwire.Move:
+		return h.move()
+	case bulkwire.Pack:
+		return h.pack()
+	case bulkwire.Unpack:
+		return h.unpack()
+	case bulkwire.Watch:
+		return h.watch()
 	}
 	return refuse("NOT_SUPPORTED", "the sandbox's bulk helper does not know %q; it is of another bundle", h.order.Op).with("feature", string(h.order.Op))
 }

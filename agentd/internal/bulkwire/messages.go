@@ -58,8 +58,8 @@ type Order struct {
 	Replace   bool `json:"replace,omitempty"`
 	NoFollow  bool `json:"no_follow,omitempty"`
 
-	// After is the name after which a list goes on, Limit how many there are at most.
-	After string `json:"after,omitempty"`
+	// After is the name after which a list goes on, in whatever bytes it has; Limit how many there are at most.
+	After []byte `json:"after,omitempty"`
 	Limit int    `json:"limit,omitempty"`
 	// Name is what the top of an archive is called, "" for the path's last element, "." for none.
 	Name string `json:"name,omitempty"`
@@ -96,14 +96,16 @@ type Entries struct {
 	Entries []Info `json:"entries"`
 }
 
-// Listed ends a list. More: there are names after the last one.
+// Listed ends a list. Next is the last name where there are more.
 type Listed struct {
-	More bool `json:"more,omitempty"`
+	Next []byte `json:"next,omitempty"`
 }
 
 // Opened says from which byte on a write goes on.
 type Opened struct {
 	Offset int64 `json:"offset"`
+	// Part is the hidden file.
+	Part string `json:"part"`
 }
 
 // Done says what was done.

@@ -23,7 +23,7 @@ func TestRoundTrip(t *testing.T) {
 	r := NewReader(&buf)
 	kind, text, err := r.Next()
 	var o Order
-	if err != nil || kind != Request || Decode(text, &o) != nil || o != (Order{Op: Read, Path: "/etc/passwd", Offset: 7}) {
+	if err != nil || kind != Request || Decode(text, &o) != nil || o.Op != Read || o.Path != "/etc/passwd" || o.Offset != 7 {
 		t.Fatalf("%c %s %v", kind, text, err)
 	}
 	for _, want := range []string{"hello", string(long[:MaxData]), "xxxxxxx", "room"} {

@@ -1,0 +1,247 @@
+package api
+
+import (
+	"errors"
+	"io"
+	"strconv"
+	"strings"
+
+	"google.golang.org/grpc"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
+	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// ReadFile implements FileService. It holds one piece of the file at a time.
+func (s *Files) ReadFile(req *dormousev1.ReadFileRequest, stream grpc.ServerStreamingServer[dormousev1.ReadFileResponse]) error {
+	err := first(checkUID("sandbox_uid", req.GetSandboxUid()), checkFilePath("path", req.GetPath()), checkCount("offset", req.GetOffset()),
+		checkCount("length", req.GetLength()), checkUser("user", req.GetUser()), checkVersion(req.GetVersion()))
+	if err != nil {
+		return err
+	}
+	t, err := s.Sandboxes.Transfer(stream.Context(), req.GetSandboxUid(), bulkwire.Order{
+		Op: bulkwire.Read, Path: req.GetPath(), Offset: req.GetOffset(), Length: req.GetLength(), Version: req.GetVersion(),
+		HashAll: req.GetDigestFromStart(), User: req.GetUser(),
+	})
+	if err != nil {
+		return err
+	}
+	defer t.Close()
+	var info bulkwire.Info
+	if err := t.Answer(&info); err != nil {
+		return early(t, err)
+	}
+	if err := stream.Send(&dormousev1.ReadFileResponse{Event: &dormousev1.ReadFileResponse_Header{Header: fileToProto(&info)}}); err != nil {
+		return err
+	}
+	done, err := sendAll(t, func(data []byte) error {
+		return stream.Send(&dormousev1.ReadFileResponse{Event: &dormousev1.ReadFileResponse_Data{Data: data}})
+	})
+	if err != nil {
+		return err
+	}
+	return stream.Send(&dormousev1.ReadFileResponse{Event: &dormousev1.ReadFileResponse_Trailer{
+		Trailer: &dormousev1.ReadFileTrailer{SizeBytes: done.Bytes, Digest: digestPrefix + done.Digest},
+	}})
+}
+
+func checkVersion(version string) error {
+	if len(version) > 64 {
+		return errs.New(errs.LimitExceeded, "version: at most 64 characters").With("field", "version").With("limit", "64")
+	}
+	return nil
+}
+
+// sendAll passes on all that the helper sends. gRPC has encoded a message when Send returns, so the piece
+// may be used again.
+func sendAll(t *bulk.Transfer, send func([]byte) error) (done bulkwire.Done, err error) {
+	for {
+		data, err := t.Next()
+		if errors.Is(err, io.EOF) {
+			err = t.Result(&done)
+			return done, err
+		}
+		if err != nil {
+			return done, err
+		}
+		if err := send(data); err != nil {
+			return done, err
+		}
+	}
+}
+
+// receiveAll passes on all that the client sends, up to the close of its side. data gives the bytes of the
+// next message.
+func receiveAll(t *bulk.Transfer, data func() ([]byte, error)) (done bulkwire.Done, err error) {
+	for {
+		piece, err := data()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return done, err
+		}
+		if len(piece) > maxFileData {
+			return done, errs.New(errs.LimitExceeded, "data: %d bytes in a message, at most %d", len(piece), maxFileData).With("field", "data").
+				With("limit", strconv.Itoa(maxFileData)).With("got", strconv.Itoa(len(piece)))
+		}
+		if _, err := t.Write(piece); err != nil {
+			return done, t.Verdict(err)
+		}
+	}
+	if err := t.CloseWrite(); err != nil {
+		return done, t.Verdict(err)
+	}
+	err = t.Result(&done)
+	return done, err
+}
+
+func notOpen(second bool) error {
+	if second {
+		return errs.New(errs.InvalidField, "open: only the first message opens; send data").With("field", "open")
+	}
+	return errs.New(errs.InvalidField, "open: the first message says what is written where").With("field", "open")
+}
+
+// WriteFile implements FileService.
+func (s *Files) WriteFile(stream grpc.BidiStreamingServer[dormousev1.WriteFileRequest, dormousev1.WriteFileResponse]) error {
+	msg, err := stream.Recv()
+	if err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	open := msg.GetOpen()
+	if open == nil {
+		return notOpen(false)
+	}
+	order, err := s.writeOrder(open)
+	if err != nil {
+		return err
+	}
+	t, err := s.Sandboxes.Transfer(stream.Context(), open.GetSandboxUid(), order)
+	if err != nil {
+		return err
+	}
+	defer t.Close()
+	var opened bulkwire.Opened
+	if err := t.Answer(&opened); err != nil {
+		return early(t, err)
+	}
+	err = stream.Send(&dormousev1.WriteFileResponse{Event: &dormousev1.WriteFileResponse_Opened{Opened: &dormousev1.WriteFileOpened{Offset: opened.Offset, PartPath: opened.Part}}})
+	if err != nil {
+		return err
+	}
+	done, err := receiveAll(t, func() ([]byte, error) {
+		msg, err := stream.Recv()
+		if err == nil && msg.GetOpen() != nil {
+			err = notOpen(true)
+		}
+		return msg.GetData(), err
+	})
+	if err != nil {
+		return err
+	}
+	return stream.Send(&dormousev1.WriteFileResponse{Event: &dormousev1.WriteFileResponse_Done{
+		Done: &dormousev1.WriteFileDone{Info: fileToProto(done.Info), Digest: digestPrefix + done.Digest},
+	}})
+}
+
+func (s *Files) writeOrder(open *dormousev1.WriteFileOpen) (bulkwire.Order, error) {
+	digest, err := digestHex("open.expected_digest", open.GetExpectedDigest())
+	err = first(checkUID("open.sandbox_uid", open.GetSandboxUid()), checkFilePath("open.path", open.GetPath()), checkMode("open.mode", open.GetMode()),
+		checkUser("open.owner", open.GetOwner()), checkUser("open.user", open.GetUser()), checkCount("open.size_hint_bytes", open.GetSizeHintBytes()),
+		checkUploadID("open.upload_id", open.GetUploadId(), open.GetResume()), err)
+	if err != nil {
+		return bulkwire.Order{}, err
+	}
+	d, err := s.Sandboxes.Defaults(open.GetSandboxUid())
+	return bulkwire.Order{
+		Op: bulkwire.Write, Path: open.GetPath(), Mode: open.GetMode(), HasMode: open.Mode != nil, Owner: open.GetOwner(), DefaultOwner: d.User,
+		Parents: open.GetCreateParents(), Size: open.GetSizeHintBytes(), Digest: digest, Upload: open.GetUploadId(), Resume: open.GetResume(), User: open.GetUser(),
+	}, err
+}
+
+// ReadArchive implements FileService.
+func (s *Files) ReadArchive(req *dormousev1.ReadArchiveRequest, stream grpc.ServerStreamingServer[dormousev1.ReadArchiveResponse]) error {
+	err := first(checkUID("sandbox_uid", req.GetSandboxUid()), checkFilePath("path", req.GetPath()), checkUser("user", req.GetUser()), checkArchiveName(req.GetName()))
+	if err != nil {
+		return err
+	}
+	t, err := s.Sandboxes.Transfer(stream.Context(), req.GetSandboxUid(), bulkwire.Order{Op: bulkwire.Pack, Path: req.GetPath(), Name: req.GetName(), User: req.GetUser()})
+	if err != nil {
+		return err
+	}
+	defer t.Close()
+	var info bulkwire.Info
+	if err := t.Answer(&info); err != nil {
+		return early(t, err)
+	}
+	if err := stream.Send(&dormousev1.ReadArchiveResponse{Event: &dormousev1.ReadArchiveResponse_Header{Header: fileToProto(&info)}}); err != nil {
+		return err
+	}
+	done, err := sendAll(t, func(data []byte) error {
+		return stream.Send(&dormousev1.ReadArchiveResponse{Event: &dormousev1.ReadArchiveResponse_Data{Data: data}})
+	})
+	if err != nil {
+		return err
+	}
+	return stream.Send(&dormousev1.ReadArchiveResponse{Event: &dormousev1.ReadArchiveResponse_Trailer{Trailer: trailer(done)}})
+}
+
+func trailer(done bulkwire.Done) *dormousev1.ArchiveTrailer {
+	return &dormousev1.ArchiveTrailer{Entries: done.Entries, SizeBytes: done.Bytes, Digest: digestPrefix + done.Digest}
+}
+
+func checkArchiveName(name string) error {
+	if len(name) > maxArchiveName || name == ".." || strings.ContainsAny(name, "/\x00") {
+		return errs.New(errs.InvalidField, "name: one element of a path, at most %d bytes, or \".\"", maxArchiveName).With("field", "name")
+	}
+	return nil
+}
+
+// WriteArchive implements FileService.
+func (s *Files) WriteArchive(stream grpc.BidiStreamingServer[dormousev1.WriteArchiveRequest, dormousev1.WriteArchiveResponse]) error {
+	msg, err := stream.Recv()
+	if err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	open := msg.GetOpen()
+	if open == nil {
+		return notOpen(false)
+	}
+	err = first(checkUID("open.sandbox_uid", open.GetSandboxUid()), checkFilePath("open.path", open.GetPath()),
+		checkUser("open.owner", open.GetOwner()), checkUser("open.user", open.GetUser()))
+	if err != nil {
+		return err
+	}
+	d, err := s.Sandboxes.Defaults(open.GetSandboxUid())
+	if err != nil {
+		return err
+	}
+	t, err := s.Sandboxes.Transfer(stream.Context(), open.GetSandboxUid(), bulkwire.Order{
+		Op: bulkwire.Unpack, Path: open.GetPath(), Parents: open.GetCreateParents(), KeepOwners: open.GetKeepOwners(), Owner: open.GetOwner(),
+		DefaultOwner: d.User, User: open.GetUser(),
+	})
+	if err != nil {
+		return err
+	}
+	defer t.Close()
+	if err := t.Answer(nil); err != nil {
+		return early(t, err)
+	}
+	if err := stream.Send(&dormousev1.WriteArchiveResponse{Event: &dormousev1.WriteArchiveResponse_Opened{Opened: &dormousev1.WriteArchiveOpened{}}}); err != nil {
+		return err
+	}
+	done, err := receiveAll(t, func() ([]byte, error) {
+		msg, err := stream.Recv()
+		if err == nil && msg.GetOpen() != nil {
+			err = notOpen(true)
+		}
+		return msg.GetData(), err
+	})
+	if err != nil {
+		return err
+	}
+	return stream.Send(&dormousev1.WriteArchiveResponse{Event: &dormousev1.WriteArchiveResponse_Done{Done: trailer(done)}})
+}
