@@ -92,7 +92,7 @@ func functions(t *testing.T) []source {
 			switch {
 			case err != nil:
 				return err
-			case d.IsDir() && slices.Contains([]string{"testdata", "fake", "runtimetest", "guestinit"}, d.Name()):
+			case d.IsDir() && slices.Contains([]string{"testdata", "fake", "runtimetest", "guestinit", "bulkguest"}, d.Name()):
 				return filepath.SkipDir
 			case d.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go"):
 				return nil
