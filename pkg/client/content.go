@@ -16,7 +16,7 @@ import (
 
 const (
 	// pieceBytes is how much of a file is sent in a message.
-	pieceBytes = 128 << 10
+	pieceBytes = 124 << 10
 	// keptBytes is how much of what was sent is kept, to be sent again: more than can be on its way.
 	keptBytes = 8 << 20
 	// removeTime bounds tidying up after a write that was given up.

@@ -11,12 +11,18 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/obs"
 )
 
+// connBuffer is how much a connection reads or writes at a time: a file's bytes take a quarter of the system
+// calls that they would with gRPC's own size.
+const connBuffer = 128 << 10
+
 // DialOptions gives the interceptors of a client: its errors are *errs.Error, and the request's id
 // in the context goes with the call.
 func DialOptions() []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithChainUnaryInterceptor(UnaryClient),
 		grpc.WithChainStreamInterceptor(StreamClient),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec)),
+		grpc.WithReadBufferSize(connBuffer), grpc.WithWriteBufferSize(connBuffer), grpc.WithSharedWriteBuffer(true),
 	}
 }
 

@@ -38,8 +38,9 @@ const (
 const (
 	// HeaderLen is the length of a frame's header.
 	HeaderLen = 4
-	// MaxData is the most bytes of a Data frame.
-	MaxData = 128 << 10
+	// MaxData is the most bytes of a Data frame: whole blocks of 4 KiB, and with what gRPC puts around it no
+	// more than 128 KiB.
+	MaxData = 124 << 10
 	// MaxText is the most bytes of any other frame.
 	MaxText = 64 << 10
 )

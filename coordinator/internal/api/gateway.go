@@ -10,7 +10,6 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
-	"google.golang.org/protobuf/types/known/emptypb"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
@@ -19,6 +18,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/dataplane"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/wire"
 )
 
 // gateway passes the calls of the data plane (package dataplane) on to the sandbox's node, once it is
@@ -31,8 +31,8 @@ import (
 // are two windows (nodeclient.StreamWindow) and a message each way.
 type gateway struct{ *Server }
 
-// frame is a message of which only the bytes matter: all its fields are unknown, and kept as they are.
-type frame = emptypb.Empty
+// frame is a message of which only the bytes matter.
+type frame = wire.Frame
 
 func (g gateway) register(r grpc.ServiceRegistrar) {
 	for _, s := range dataplane.Services() {
