@@ -154,6 +154,10 @@ func (t *Transfer) broken(err error) error {
 	if t.cause != nil {
 		return t.cause
 	}
+	if errors.Is(err, io.EOF) {
+		// io.EOF is the end that the helper said, and nothing else.
+		err = io.ErrUnexpectedEOF
+	}
 	if errors.Is(err, bulkwire.ErrGarbage) {
 		return errs.Wrap(err, errs.TransferCut, "the bulk helper of sandbox %s said what it may not: %v", t.uid, err).With("uid", t.uid)
 	}
