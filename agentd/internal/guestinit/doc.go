@@ -26,8 +26,16 @@
 //   - What leaves is bounded: replies wait in one buffer, and while it is long no request is
 //     read; output is made into frames only when that buffer is empty.
 //   - An exit is announced after everything the process itself wrote is in its rings.
+//   - A process's input has one writer, the last that opened it; init remembers which, so that one that
+//     comes back learns whether what it sent is still all that was sent.
 //   - A process id is started at most once. Its exit is kept until Forget or until many later
 //     processes have ended.
+//
+// # Terminals
+//
+// A process that asks for a terminal leads a session on one. Init holds its master twice, for what
+// comes out, which is the process's stdout, and for what is typed. The end of the input is typed
+// too: a terminal cannot be closed from one side.
 //
 // # Checkpoint and restore
 //
