@@ -227,19 +227,30 @@ func TestF10StateDiskFull(t *testing.T) {
 	snap, err := w.survivor.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
 	w.ok(err)
 	d.limit(0, 1000)
-	for range 3 {
-		_, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{OperationId: uid.New(), Spec: w.spec()})
-		w.fullNode("a create", err)
+	// What failed is to be undone, and what is to go is to be recorded as going: where the disk does not let that be done
+	// either, the call says at its deadline that its operation id will tell.
+	calls := map[string]func(ctx context.Context) error{}
+	for n := range 3 {
+		req := &dormousev1.CreateSandboxRequest{OperationId: uid.New(), Spec: w.spec()}
+		calls[fmt.Sprintf("a create (%d)", n)] = func(ctx context.Context) error { _, err := w.api.CreateSandbox(ctx, req); return err }
+	}
+	capture := &dormousev1.CheckpointSandboxRequest{OperationId: uid.New()}
+	calls["a checkpoint"] = func(ctx context.Context) error { _, err := w.survivor.Checkpoint(ctx, capture); return err }
+	for what, del := range map[string]func(context.Context, string) error{"a sandbox": doomed.Delete, "a snapshot": snap.Delete} {
+		id := uid.New()
+		calls["the deletion of "+what] = func(ctx context.Context) error { return gone(del(ctx, id)) }
+	}
+	for what, call := range calls {
+		ctx, cancel := context.WithTimeout(w.ctx, 2*time.Second)
+		err := call(ctx)
+		cancel()
+		var e *errs.Error
+		late := errors.As(err, &e) && e.Reason == errs.DeadlineExpired && e.Retry == errs.SameOperation
+		if !late && (err != nil || !strings.HasPrefix(what, "the deletion")) {
+			w.fullNode(what, err)
+		}
 		w.lives()
 	}
-	_, err = w.survivor.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
-	w.full("a checkpoint", err)
-	for what, del := range map[string]func(context.Context, string) error{"a sandbox": doomed.Delete, "a snapshot": snap.Delete} {
-		if err := del(w.ctx, ""); err != nil {
-			w.full("the deletion of "+what, err)
-		}
-	}
-	w.lives()
 	// An agentd that is started now serves, or says why it does not.
 	w.ok(w.KillAgentd(w.ctx, 1))
 	if err := w.StartAgentdReady(w.ctx, 1); err == nil {
@@ -252,6 +263,12 @@ func TestF10StateDiskFull(t *testing.T) {
 	w.restart(agentd)
 	w.online()
 	w.lives()
+	for what, call := range calls {
+		var e *errs.Error
+		if err := w.insist(call); err != nil && (!errors.As(err, &e) || !e.IsAnswer() && e.Retry != errs.Never) {
+			t.Errorf("%s, asked again: %v", what, err)
+		}
+	}
 	w.ok(w.deleteAll(w.ctx, map[string]bool{w.survivor.UID: true, w.snapshot.UID: true, w.volume.UID: true, w.loose.UID: true}))
 	w.drop(w.newSandbox())
 	w.settled()

@@ -227,7 +227,7 @@ func (w *world) insist(run func(ctx context.Context) error) error {
 	err := poll(ctx, func() error {
 		err := run(ctx)
 		var e *errs.Error
-		if errors.As(err, &e) && e.Retry == errs.Never {
+		if errors.As(err, &e) && (e.Retry == errs.Never || e.IsAnswer()) {
 			final = err
 			return nil
 		}
