@@ -77,7 +77,7 @@ type Sandbox struct {
 	Message    string        `json:"message,omitempty"`
 	LastFreeze time.Duration `json:"last_freeze,omitempty"`
 
-	// Observation counts the changes worth reporting. Acked is the highest that the coordinator has
+	// Observation counts the changes worth reporting, from the node's LastObservation on. Acked is the highest that the coordinator has
 	// taken; a report is due while it is lower.
 	Observation uint64 `json:"observation"`
 	Acked       uint64 `json:"acked,omitempty"`
@@ -159,8 +159,35 @@ func (s *Store) Sandboxes() ([]Sandbox, error) {
 	return list[Sandbox](s, bucketSandboxes, "sandbox")
 }
 
-// RemoveSandbox removes a record. Idempotent.
-func (s *Store) RemoveSandbox(uid string) error { return s.remove(bucketSandboxes, uid) }
+// RemoveSandbox removes a record. Idempotent. What it had observed stays counted: see LastObservation.
+func (s *Store) RemoveSandbox(uid string) error {
+	return s.update(func(tx *bolt.Tx) error {
+		b := tx.Bucket(bucketSandboxes)
+		data := b.Get([]byte(uid))
+		if data == nil {
+			return nil
+		}
+		var was Sandbox
+		// One that cannot be read can be removed all the same.
+		if decode(data, &was, "sandbox", uid) == nil && was.Observation > b.Sequence() {
+			if err := b.SetSequence(was.Observation); err != nil {
+				return err
+			}
+		}
+		return b.Delete([]byte(uid))
+	})
+}
+
+// LastObservation is the highest number of an observation of any sandbox whose record was removed. A new record counts
+// on from it: its sandbox may have been observed before, in a start that failed and was undone, and neither a lower
+// number nor an acknowledgement of that time must be taken for one of now.
+func (s *Store) LastObservation() (last uint64, err error) {
+	err = s.view(func(tx *bolt.Tx) error {
+		last = tx.Bucket(bucketSandboxes).Sequence()
+		return nil
+	})
+	return last, err
+}
 
 // PutSnapshot writes a record as a whole.
 func (s *Store) PutSnapshot(rec Snapshot) error {

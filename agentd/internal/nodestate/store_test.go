@@ -353,3 +353,32 @@ func TestF10ReadOnlyDisk(t *testing.T) {
 		t.Errorf("no way out: %v", err)
 	}
 }
+
+// A record that is made anew counts its observations on from the removed one's, also in a file that was opened again, so that
+// nothing of before is taken for it.
+func TestObservationsOfARemovedRecordStayCounted(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s.db")
+	s := open(t, path, Options{})
+	last := func(want uint64) {
+		t.Helper()
+		if got, err := s.LastObservation(); err != nil || got != want {
+			t.Fatalf("the last observation is %d, not %d (%v)", got, want, err)
+		}
+	}
+	last(0)
+	for uid, observation := range map[string]uint64{"a": 7, "b": 3} {
+		if err := s.PutSandbox(Sandbox{UID: uid, Observation: observation}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	last(0)
+	for _, uid := range []string{"a", "b", "a", "none"} {
+		if err := s.RemoveSandbox(uid); err != nil {
+			t.Fatal(err)
+		}
+		last(7)
+	}
+	s.Close()
+	s = open(t, path, Options{})
+	last(7)
+}

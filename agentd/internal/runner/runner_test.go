@@ -97,6 +97,16 @@ func TestAFailedStepLeavesNothing(t *testing.T) {
 				t.Fatalf("step %q in %v", step, err)
 			}
 			a.wantGone(req.UID)
+			// Another attempt is observed under numbers that the failed one did not use.
+			before, err := a.store.LastObservation()
+			must(t, err)
+			a.w.setFail(what, nil)
+			a.w.host.SetHook(nil)
+			rec, err := a.Start(ctx(t), req)
+			must(t, err)
+			if before == 0 || rec.Observation <= before {
+				t.Errorf("after %d observations of a start that failed comes %d", before, rec.Observation)
+			}
 		})
 	}
 }

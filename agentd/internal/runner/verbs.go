@@ -160,10 +160,15 @@ func (o *owner) madeBefore(ctx context.Context, commandID string) (bool, error) 
 // create records the intent, runs the steps, and undoes them if one fails.
 func (o *owner) create(ctx context.Context, b *build) error {
 	b.identity.Hostname = o.rec.Hostname
+	last, err := o.n.Store.LastObservation()
+	if err != nil {
+		return err
+	}
+	o.rec.Observation = max(o.rec.Observation, last)
 	if err := o.n.fault(b.verb + ".intent.before"); err != nil {
 		return err
 	}
-	err := o.observe(o.rec)
+	err = o.observe(o.rec)
 	if err == nil {
 		err = o.n.fault(b.verb + ".intent.after")
 	}
