@@ -3,8 +3,8 @@
 #
 # The tests of test/crash run one after the other, each table of points in PARTS shards (8), each shard in a cluster of its
 # own, so that a part that fails costs no other. Each part says how it ended; the summary lists what failed, and the
-# exit code is that of all. The daemons are built once, from the tree as it is then. CRASH_WRAP is a command that each part is run by, CRASH_LOGS where the parts' logs go, CRASH_PARTS a
-# regular expression of the parts to run.
+# exit code is that of all. The daemons are built once, from the tree as it is then. CRASH_WRAP is a command that each part is
+# run by, CRASH_LOGS where the parts' logs go, CRASH_PARTS a regular expression of the parts to run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
