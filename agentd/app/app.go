@@ -39,6 +39,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/activity"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/cgroup"
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
@@ -74,6 +75,7 @@ type App struct {
 	groups    *cgroup.Manager
 	driver    runtime.Driver
 	bulk      *bulk.Manager
+	uses      *activity.Tracker
 	images    *layers.Store
 	volumes   *volumeParts
 	snapshots *checkpoint.Store
@@ -242,8 +244,24 @@ func (a *App) openRunner(context.Context) error {
 	}
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
-	a.node = &node{cfg: a.cfg, run: a.run, state: a.state, bulk: a.bulk, images: a.images, volumes: a.volumes, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
+	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, CPU: a.cpuOf, Log: a.log})
+	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, bulk: a.bulk, images: a.images, volumes: a.volumes, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
 	return nil
+}
+
+// boxes lists the sandboxes for who watches their use.
+func (a *App) boxes() ([]activity.Box, error) {
+	all, err := a.state.Sandboxes()
+	out := make([]activity.Box, 0, len(all))
+	for _, rec := range all {
+		out = append(out, activity.Box{UID: rec.UID, Phase: rec.Phase})
+	}
+	return out, err
+}
+
+func (a *App) cpuOf(ctx context.Context, uid string) (time.Duration, error) {
+	stats, err := a.driver.Stats(ctx, uid)
+	return stats.CPU, err
 }
 
 func (a *App) openSession(context.Context) error {

@@ -9,11 +9,14 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/activity"
 	"github.com/dormouse-run/dormouse/agentd/internal/api"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
@@ -36,6 +39,7 @@ type node struct {
 	run     *runner.Node
 	state   *nodestate.Store
 	bulk    *bulk.Manager
+	uses    *activity.Tracker
 	images  *layers.Store
 	volumes *volumeParts
 	bundles *bundles
@@ -44,6 +48,9 @@ type node struct {
 }
 
 func observed(rec nodestate.Sandbox) api.Observed {
+	if rec.Phase == sandbox.Resuming && (rec.Hibernation == nil || rec.Hibernation.Spent) {
+		rec.Phase = sandbox.Paused // it holds all that a paused one does; Resuming is told of what is being restored
+	}
 	return api.Observed{UID: rec.UID, Tenant: rec.Tenant, Status: sandbox.Status{
 		Phase: rec.Phase, ObservedGeneration: rec.Generation, ImageDigest: rec.ImageDigest, ErofsDigest: rec.ErofsDigest,
 		RuntimeBundle: rec.Bundle, RestoredFrom: rec.RestoredFrom, StartTime: rec.StartTime, ExitCode: rec.ExitCode,
@@ -74,8 +81,26 @@ func (n *node) CheckpointSandbox(ctx context.Context, req runner.CaptureRequest)
 	return snapshotOf(rec), err
 }
 
-func (n *node) PauseSandbox(ctx context.Context, uid string) (api.Observed, error) {
+func (n *node) mustBeUnused(ctx context.Context, uid string, long time.Duration) error {
+	if long <= 0 || n.uses.Unused(ctx, uid, long) {
+		return nil
+	}
+	return errs.New(errs.WrongPhase, "sandbox %s was used within the last %s", uid, long).With("uid", uid)
+}
+
+func (n *node) PauseSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (api.Observed, error) {
+	if err := n.mustBeUnused(ctx, uid, ifUnusedFor); err != nil {
+		return api.Observed{}, err
+	}
 	rec, err := n.run.Pause(ctx, uid)
+	return observed(rec), err
+}
+
+func (n *node) HibernateSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (api.Observed, error) {
+	if err := n.mustBeUnused(ctx, uid, ifUnusedFor); err != nil {
+		return api.Observed{}, err
+	}
+	rec, err := n.run.Hibernate(ctx, uid)
 	return observed(rec), err
 }
 
@@ -218,8 +243,16 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 	return &nodev1.Hello{
 		Node: n.cfg.Node, Address: n.cfg.Advertise, Version: version.Get().Version, Labels: n.cfg.Labels, Capacity: capacity, Allocatable: allocatable,
 		RuntimeBundles: digests, CpuFeatures: n.cpu, HighestCoordinatorEpoch: uint64(epochs.Coordinator), Architecture: goruntime.GOARCH,
-		Inventory: inv, BootId: n.bootID,
+		Inventory: inv, BootId: n.bootID, Uses: usesToProto(n.uses.News(true)),
 	}, nil
+}
+
+func usesToProto(all []activity.Use) []*nodev1.SandboxUse {
+	var out []*nodev1.SandboxUse
+	for _, u := range all {
+		out = append(out, &nodev1.SandboxUse{Uid: u.UID, UnusedFor: durationpb.New(u.UnusedFor)})
+	}
+	return out
 }
 
 // Heartbeat says how the node is now.
@@ -232,7 +265,7 @@ func (n *node) Heartbeat(ctx context.Context) (*nodev1.Heartbeat, error) {
 	if err != nil {
 		return nil, err
 	}
-	beat := &nodev1.Heartbeat{Allocatable: allocatable, Images: images, Problems: map[string]string{}}
+	beat := &nodev1.Heartbeat{Allocatable: allocatable, Images: images, Problems: map[string]string{}, Uses: usesToProto(n.uses.News(false))}
 	free, _, err := diskOf(n.cfg.StateDir)
 	if err != nil {
 		beat.Problems["StateDir"] = "the state folder cannot be looked at"

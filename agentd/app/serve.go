@@ -68,6 +68,7 @@ func (a *App) Serve(ctx context.Context) error {
 	var background sync.WaitGroup
 	background.Go(func() { a.session.Run(backgroundCtx) })
 	background.Go(func() { a.housekeep(backgroundCtx) })
+	background.Go(func() { a.uses.Run(backgroundCtx) })
 	a.log.InfoContext(ctx, "serving", "listen", nodeListener.Addr().String(), "debug", a.cfg.DebugSocket(), "bundle", a.bundles.Current().Digest)
 
 	<-ctx.Done()
@@ -111,7 +112,7 @@ func (a *App) servers() (nodeServer, debugServer *grpc.Server, err error) {
 	}
 	opts := append(around.Options(), grpc.MaxRecvMsgSize(maxMessage))
 	processes := &api.Processes{Sandboxes: a.node}
-	nodeServer = grpc.NewServer(append(opts, grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))),
+	nodeServer = grpc.NewServer(append(opts, grpc.ChainUnaryInterceptor(a.uses.Unary), grpc.ChainStreamInterceptor(a.uses.Stream), grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
 	nodev1.RegisterAgentServiceServer(nodeServer, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
 	dormousev1.RegisterProcessServiceServer(nodeServer, processes)

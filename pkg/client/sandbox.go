@@ -167,6 +167,20 @@ func (s *Sandbox) Checkpoint(ctx context.Context, req *dormousev1.CheckpointSand
 	return s.c.seenSnapshot(resp.GetSnapshot()), nil
 }
 
+// Update changes what the request's mask names. The request's uid is the handle's.
+func (s *Sandbox) Update(ctx context.Context, req *dormousev1.UpdateSandboxRequest) error {
+	req = proto.CloneOf(req)
+	req.Uid, req.OperationId = s.UID, operation(req.GetOperationId())
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.UpdateSandboxResponse, error) {
+		return s.c.sandboxes.UpdateSandbox(ctx, req)
+	})
+	if err != nil {
+		return err
+	}
+	s.Last = resp.GetSandbox()
+	return nil
+}
+
 // Pause freezes the sandbox in memory and returns when it stands still. The operation id may be empty.
 func (s *Sandbox) Pause(ctx context.Context, operationID string) error {
 	req := &dormousev1.PauseSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
@@ -180,11 +194,24 @@ func (s *Sandbox) Pause(ctx context.Context, operationID string) error {
 	return nil
 }
 
-// Resume returns when the sandbox runs. The operation id may be empty.
+// Resume returns when the sandbox runs, whether it was paused or hibernated. The operation id may be empty.
 func (s *Sandbox) Resume(ctx context.Context, operationID string) error {
 	req := &dormousev1.ResumeSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
 	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.ResumeSandboxResponse, error) {
 		return s.c.sandboxes.ResumeSandbox(ctx, req)
+	})
+	if err != nil {
+		return err
+	}
+	s.Last = resp.GetSandbox()
+	return nil
+}
+
+// Hibernate returns when the sandbox is on its node's disk alone. The operation id may be empty.
+func (s *Sandbox) Hibernate(ctx context.Context, operationID string) error {
+	req := &dormousev1.HibernateSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.HibernateSandboxResponse, error) {
+		return s.c.sandboxes.HibernateSandbox(ctx, req)
 	})
 	if err != nil {
 		return err

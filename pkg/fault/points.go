@@ -46,6 +46,10 @@ func Agentd() []string {
 		// A pause in memory, and its end.
 		after("pause", "intent", "frozen", "record"),
 		after("resume", "intent", "thawed", "record"),
+		// A hibernation, and the way back: the steps of a restore, then the artefact goes. And the deletion of what is hibernated.
+		after("hibernate", "intent", "frozen", "saved", "record", "released"),
+		after("wake", "intent", "running", "dropped"),
+		after("delete", "artefact"),
 		// Volumes, created and cloned alike.
 		after("volume", "record", "stage", "fill", "meta", "rename"),
 		around("volume", "attach", "detach", "trash"),
@@ -68,7 +72,7 @@ func Agentd() []string {
 func Coordinator() []string {
 	return slices.Concat(
 		around("commit", "send"),
-		around("node", "start", "restore", "checkpoint", "pause", "resume", "delete", "delete-snapshot", "delete-volume", "volume"),
+		around("node", "start", "restore", "checkpoint", "pause", "resume", "hibernate", "delete", "delete-snapshot", "delete-volume", "volume"),
 		around("operation", "drive"),
 		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
 	)

@@ -31,15 +31,16 @@ func Phases() []Phase {
 }
 
 // moves is the whole table: any pair that is not a row is refused. A move to the same phase is
-// not a transition and needs no row.
+// not a transition and needs no row. Who follows a node may see its latest phase without the one before, so that the
+// ways to Hibernated and back are there without the middle, too.
 var moves = map[Phase][]Phase{
 	Gone:        {Pending},
 	Pending:     {Starting, Failed, Deleting},
 	Starting:    {Running, Stopped, Failed, Deleting},
-	Running:     {Paused, Hibernating, Stopped, Failed, Deleting},
-	Paused:      {Resuming, Running, Hibernating, Stopped, Failed, Deleting},
+	Running:     {Paused, Hibernating, Hibernated, Stopped, Failed, Deleting},
+	Paused:      {Resuming, Running, Hibernating, Hibernated, Stopped, Failed, Deleting},
 	Hibernating: {Hibernated, Running, Paused, Stopped, Failed, Deleting},
-	Hibernated:  {Resuming, Failed, Deleting},
+	Hibernated:  {Resuming, Running, Failed, Deleting},
 	Resuming:    {Running, Paused, Hibernated, Stopped, Failed, Deleting},
 	Stopped:     {Deleting},
 	Failed:      {Deleting},

@@ -63,6 +63,16 @@ const (
 	NetworkOutbound NetworkMode = "outbound"
 )
 
+// IdleAction is what happens to a sandbox that is not used; none is IdlePause.
+type IdleAction string
+
+// The actions.
+const (
+	IdlePause     IdleAction = "pause"
+	IdleHibernate IdleAction = "hibernate"
+	IdleDelete    IdleAction = "delete"
+)
+
 // Spec is what is asked. It holds no secret: secret environment travels beside it and is stored nowhere.
 type Spec struct {
 	Image           string            `json:"image"`
@@ -77,6 +87,10 @@ type Spec struct {
 	RuntimeClass    string            `json:"runtime_class,omitempty"`
 	NodeSelector    map[string]string `json:"node_selector,omitempty"`
 	Hostname        string            `json:"hostname,omitempty"`
+	IdleTimeout     time.Duration     `json:"idle_timeout,omitempty"`
+	OnIdle          IdleAction        `json:"on_idle,omitempty"`
+	Lifetime        time.Duration     `json:"lifetime,omitempty"`
+	WakeOnUse       bool              `json:"wake_on_use,omitempty"`
 }
 
 // Clone gives a copy that shares nothing.

@@ -6,6 +6,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"time"
 	"unicode/utf8"
 )
 
@@ -26,6 +27,40 @@ const (
 	MaxForkCount   = 64
 	MaxOperationID = 36
 )
+
+// Bounds of the times that a sandbox is given.
+const (
+	FloorTimer = time.Second
+	MaxTimer   = 10 * 365 * 24 * time.Hour
+)
+
+// ValidateIdle checks what is asked for when a sandbox is not used.
+func ValidateIdle(prefix string, timeout time.Duration, on IdleAction) *Problem {
+	switch on {
+	case "", IdlePause, IdleHibernate, IdleDelete:
+	default:
+		return invalid(prefix+"on_idle", "pause, hibernate or delete")
+	}
+	if timeout == 0 && on != "" {
+		return invalid(prefix+"on_idle", "only with an idle_timeout")
+	}
+	return ValidateTimer(prefix+"idle_timeout", timeout)
+}
+
+// ValidateTimer checks a time that a sandbox is given; zero is none.
+func ValidateTimer(field string, d time.Duration) *Problem {
+	switch {
+	case d == 0:
+		return nil
+	case d < FloorTimer:
+		return &Problem{Reason: "BELOW_FLOOR", Field: field, Message: fmt.Sprintf("%s: at least %s, got %s", field, FloorTimer, d),
+			Details: map[string]string{"floor": FloorTimer.String(), "got": d.String()}}
+	case d > MaxTimer:
+		return &Problem{Reason: "LIMIT_EXCEEDED", Field: field, Message: fmt.Sprintf("%s: at most %s, got %s", field, MaxTimer, d),
+			Details: map[string]string{"limit": MaxTimer.String(), "got": d.String()}}
+	}
+	return nil
+}
 
 // Problem is one thing that is wrong with a request. Reason is a reason of pkg/errs, by its text.
 type Problem struct {
@@ -247,6 +282,8 @@ func (s Spec) Validate() *Problem {
 		func() *Problem { return ValidatePath("spec.working_dir", s.WorkingDir) },
 		func() *Problem { return ValidateLabels("spec.node_selector", s.NodeSelector) },
 		s.Resources.validate,
+		func() *Problem { return ValidateTimer("spec.lifetime", s.Lifetime) },
+		func() *Problem { return ValidateIdle("spec.", s.IdleTimeout, s.OnIdle) },
 		func() *Problem { return validateVolumes(s.Volumes) },
 	} {
 		if p := check(); p != nil {

@@ -29,6 +29,9 @@ const MaxRESTBody = 4 << 20
 // headerRequestID is RequestIDKey as an HTTP header.
 const headerRequestID = "X-Request-Id"
 
+// IfMatchKey is the metadata that carries REST's header If-Match: a revision, with or without quotes.
+const IfMatchKey = "dormouse-if-match"
+
 // NewGateway makes the REST multiplexer. Register the services on it with a client connection that
 // has no wire interceptors, and serve it through RESTHandler.
 func NewGateway() *runtime.ServeMux {
@@ -41,6 +44,9 @@ func NewGateway() *runtime.ServeMux {
 		runtime.WithIncomingHeaderMatcher(func(h string) (string, bool) {
 			if strings.EqualFold(h, headerRequestID) {
 				return RequestIDKey, true
+			}
+			if strings.EqualFold(h, "If-Match") {
+				return IfMatchKey, true
 			}
 			return "", false // authorization and the timeout pass by themselves
 		}),

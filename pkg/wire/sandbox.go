@@ -54,6 +54,7 @@ func SpecToProto(s sandbox.Spec) *dormousev1.SandboxSpec {
 		Image: text(s.Image), Command: texts(s.Command), RunImageCommand: s.RunImageCommand, Env: cloneMap(s.Env),
 		User: text(s.User), WorkingDir: text(s.WorkingDir), Network: networkToProto(s.Network), RuntimeClass: text(s.RuntimeClass),
 		NodeSelector: cloneMap(s.NodeSelector), Hostname: text(s.Hostname), Resources: resourcesToProto(s.Resources),
+		IdleTimeout: toDuration(s.IdleTimeout), OnIdle: IdleActionToProto(s.OnIdle), Lifetime: toDuration(s.Lifetime), WakeOnUse: s.WakeOnUse,
 	}
 	for _, v := range s.Volumes {
 		p.Volumes = append(p.Volumes, &dormousev1.VolumeMount{VolumeUid: text(v.VolumeUID), Path: text(v.Path), ReadOnly: v.ReadOnly})
@@ -71,11 +72,42 @@ func SpecFromProto(p *dormousev1.SandboxSpec) (sandbox.Spec, error) {
 		Image: p.GetImage(), Command: cloneSlice(p.GetCommand()), RunImageCommand: p.GetRunImageCommand(), Env: cloneMap(p.GetEnv()),
 		User: p.GetUser(), WorkingDir: p.GetWorkingDir(), Network: network, RuntimeClass: p.GetRuntimeClass(),
 		NodeSelector: cloneMap(p.GetNodeSelector()), Hostname: p.GetHostname(), Resources: resourcesFromProto(p.GetResources()),
+		WakeOnUse: p.GetWakeOnUse(),
+	}
+	if s.OnIdle, err = IdleActionFromProto(p.GetOnIdle()); err != nil {
+		return sandbox.Spec{}, err
+	}
+	if s.IdleTimeout, err = TimerFromProto("spec.idle_timeout", p.GetIdleTimeout()); err != nil {
+		return sandbox.Spec{}, err
+	}
+	if s.Lifetime, err = TimerFromProto("spec.lifetime", p.GetLifetime()); err != nil {
+		return sandbox.Spec{}, err
 	}
 	for _, v := range p.GetVolumes() {
 		s.Volumes = append(s.Volumes, sandbox.VolumeMount{VolumeUID: v.GetVolumeUid(), Path: v.GetPath(), ReadOnly: v.GetReadOnly()})
 	}
 	return s, nil
+}
+
+// IdleActionToProto gives the enum of an action.
+func IdleActionToProto(a sandbox.IdleAction) dormousev1.IdleAction {
+	return enumToProto[dormousev1.IdleAction](dormousev1.IdleAction_value, "IDLE_ACTION_", string(a))
+}
+
+// IdleActionFromProto gives the action of an enum.
+func IdleActionFromProto(a dormousev1.IdleAction) (sandbox.IdleAction, error) {
+	return enumFromProto(a, []sandbox.IdleAction{sandbox.IdlePause, sandbox.IdleHibernate, sandbox.IdleDelete}, IdleActionToProto, "on_idle")
+}
+
+// TimerFromProto reads a time that a sandbox is given.
+func TimerFromProto(field string, d *durationpb.Duration) (time.Duration, error) {
+	if d == nil {
+		return 0, nil
+	}
+	if d.CheckValid() != nil || d.AsDuration() < 0 {
+		return 0, errs.New(errs.InvalidField, "%s: no duration that can be", field).With("field", field)
+	}
+	return d.AsDuration(), nil
 }
 
 func resourcesToProto(r sandbox.Resources) *dormousev1.Resources {

@@ -54,6 +54,11 @@ func matrix() []row {
 	add(agentd, "delete", remove, of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release")...)
 	add(agentd, "pause", pause, of("pause.")...)
 	add(agentd, "resume", resume, of("resume.")...)
+	add(agentd, "hibernate", hibernate, append(of("hibernate."), "checkpoint.save.after", "artefact.stage.after", "artefact.manifest.after", "artefact.rename.after",
+		"runtime.killed.after", "runtime.forgotten.after", "command.keep.before", "command.keep.after")...)
+	add(agentd, "wake", wake, append(of("wake."), "restore.network.after", "restore.runtime.before", "restore.runtime.after", "restore.guest.after",
+		"restore.running.before", "restore.running.after", "runtime.launched.after", "command.keep.before")...)
+	add(agentd, "delete-hibernated", removeHibernated, "delete.intent.after", "delete.artefact.after", "delete.record.after")
 	add(agentd, "checkpoint-paused", capturePaused, "checkpoint.freezing.after", "checkpoint.save.after", "checkpoint.record.after")
 	add(agentd, "delete-snapshot", dropSnapshot, of("snapshot.")...)
 	add(agentd, "end", ending, of("stop.")...)
@@ -68,6 +73,8 @@ func matrix() []row {
 	add(agentd, "checkpoint", capture, "checkpoint.save.after+recover.resume.after", "artefact.rename.after+recover.snapshot.after",
 		"artefact.manifest.after+recover.snapshot.after+recover.resume.after", "checkpoint.record.after+recover.reconcile.after")
 	add(agentd, "pause", pause, "pause.frozen.after+recover.resume.after", "pause.intent.after+pause.frozen.after+recover.sandbox.after")
+	add(agentd, "hibernate", hibernate, "hibernate.frozen.after+hibernate.saved.after", "artefact.rename.after+hibernate.record.after+recover.sandbox.after")
+	add(agentd, "wake", wake, "restore.runtime.after+hibernate.released.after", "wake.intent.after+restore.running.after+wake.dropped.after")
 	add(agentd, "create", create, "start.runtime.after+delete.runtime.after", "start.running.before+delete.volumes.after+recover.sandbox.after",
 		"start.guest.before+recover.reconcile.before", "runtime.launched.after+runtime.killed.after", "start.running.after+recover.sandbox.after")
 	add(agentd, "delete", remove, "delete.runtime.after+delete.volumes.after+delete.record.after", "delete.intent.after+delete.intent.after")
@@ -90,6 +97,8 @@ func coordinatorRows() []row {
 		{"checkpoint", capture, []string{"checkpoint"}},
 		{"pause", pause, []string{"pause"}},
 		{"resume", resume, []string{"resume"}},
+		{"hibernate", hibernate, []string{"hibernate"}},
+		{"wake", wake, []string{"resume"}},
 		{"fork", fork, []string{"checkpoint", "volume", "restore"}},
 		{"delete", remove, []string{"delete"}},
 		{"delete-snapshot", dropSnapshot, []string{"delete-snapshot"}},

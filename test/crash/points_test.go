@@ -34,6 +34,7 @@ var changes = map[string]bool{
 // elsewhere says why a function that changes something has no point: it runs while a daemon starts (and is
 // done again by the next start), or it is a part of a step whose points are those named.
 var elsewhere = map[string]string{
+	"agentd/internal/activity.keep":               "start", // ages of sandboxes, which a crash makes two seconds older at most
 	"agentd/app.openState":                        "start",
 	"agentd/internal/volumes.New":                 "start",
 	"agentd/internal/volumes.Recover":             "recover.volumes.before recover.volumes.after",

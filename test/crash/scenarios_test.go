@@ -193,6 +193,58 @@ func resume(w *world) operation {
 	}
 }
 
+// hibernate is a sandbox of its own that is put on the disk, and wakes with its memory.
+func hibernate(w *world) operation {
+	v := w.newVolume("")
+	s := w.newSandbox(v)
+	me, _ := w.talk(s)
+	id := uid.New()
+	return operation{
+		id:    id,
+		run:   func(ctx context.Context) error { return s.Hibernate(ctx, id) },
+		check: func() { w.wakes(s, me) },
+		clean: func() {
+			w.drop(s)
+			w.ok(gone(v.Delete(w.ctx, "")))
+		},
+	}
+}
+
+func wake(w *world) operation {
+	s := w.newSandbox()
+	me, _ := w.talk(s)
+	w.ok(s.Hibernate(w.ctx, ""))
+	id := uid.New()
+	return operation{
+		id:    id,
+		run:   func(ctx context.Context) error { return s.Resume(ctx, id) },
+		check: func() { w.wakes(s, me) },
+		clean: func() { w.drop(s) },
+	}
+}
+
+func removeHibernated(w *world) operation {
+	v := w.newVolume("")
+	s := w.newSandbox(v)
+	w.ok(s.Hibernate(w.ctx, ""))
+	id := uid.New()
+	return operation{
+		id:    id,
+		run:   func(ctx context.Context) error { return s.Delete(ctx, id) },
+		check: func() { w.ok(v.Delete(w.ctx, "")) },
+		clean: func() {},
+	}
+}
+
+// wakes resumes a sandbox, in whatever phase it is, and checks that it has its memory.
+func (w *world) wakes(s *client.Sandbox, me string) {
+	w.Helper()
+	w.ok(s.Resume(w.ctx, ""))
+	if again, _ := w.talk(s); again != me {
+		w.Fatalf("it was %s, and is %s", me, again)
+	}
+}
+
 // capturePaused takes a snapshot of a paused sandbox, which stays paused.
 func capturePaused(w *world) operation {
 	s := w.newSandbox()

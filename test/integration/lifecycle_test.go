@@ -1,9 +1,16 @@
 package integration
 
 import (
+	"context"
 	"fmt"
+	"path/filepath"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/fieldmaskpb"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -15,6 +22,8 @@ import (
 const (
 	running = dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING
 	paused  = dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED
+
+	hibernated = dormousev1.SandboxPhase_SANDBOX_PHASE_HIBERNATED
 )
 
 // phase reads the recorded phase.
@@ -121,11 +130,224 @@ func TestAPausedSandboxStandsStill(t *testing.T) {
 	w.refused(s.Pause(w.ctx, ""), errs.ObjectNotFound)
 }
 
+// artefacts lists what there is of snapshots on a node's disk, whole or not.
+func (w *world) artefacts(node int) []string {
+	w.Helper()
+	whole, err := filepath.Glob(filepath.Join(w.NodeDir(node), "snapshots", "[^.]*"))
+	w.ok(err)
+	parts, err := filepath.Glob(filepath.Join(w.NodeDir(node), "snapshots", ".*", "*"))
+	w.ok(err)
+	return append(whole, parts...)
+}
+
+// TestB14OneGenerationOfArtefact: paused, hibernated and resumed again and again, a sandbox has one artefact while it is hibernated and none while it
+// runs; it is the same sandbox with the same processes and the same volume each time.
+func TestB14OneGenerationOfArtefact(t *testing.T) {
+	w := enter(t)
+	v := w.volume("")
+	spec := w.spec("sh", "-c", "echo $$ >/tmp/pid; "+counting)
+	spec.Volumes = []*dormousev1.VolumeMount{mount(v, "/data")}
+	s := w.create(spec)
+	node := w.nodeOf(s)
+	host := w.sh(s, "hostname")
+	for i := range 8 {
+		w.ok(s.Pause(w.ctx, ""))
+		w.ok(s.Hibernate(w.ctx, ""))
+		w.is(s, hibernated)
+		if got := w.artefacts(node); len(got) != 1 {
+			t.Fatalf("round %d: hibernated it has %v", i, got)
+		}
+		if err := leftCgroups(w.CgroupParent(node)); err != nil {
+			t.Fatalf("round %d: hibernated it has %v", i, err)
+		}
+		_, err := cluster.Exec(w.ctx, s, "true")
+		w.refused(err, errs.SandboxPaused)
+		w.ok(s.Resume(w.ctx, ""))
+		w.is(s, running)
+		if got := w.artefacts(node); len(got) != 0 {
+			t.Fatalf("round %d: running it has %v", i, got)
+		}
+		if got := w.sh(s, fmt.Sprintf("echo %d >>/data/edits; kill -0 $(cat /tmp/pid) && hostname", i)); got != host {
+			t.Fatalf("round %d: it says %q, not %q", i, got, host)
+		}
+	}
+	if got := w.sh(s, "wc -l </data/edits"); strings.TrimSpace(got) != "8" {
+		t.Fatalf("%s edits are left on the volume", got)
+	}
+}
+
+// TestAHibernatedSandboxOutlivesItsAgentd: it is hibernated and comes back after agentd and coordinator were killed; its volume is held for it
+// meanwhile.
+func TestAHibernatedSandboxOutlivesItsAgentd(t *testing.T) {
+	w := enter(t)
+	v := w.volume("")
+	spec := w.spec("sh", "-c", "head -c 9 /dev/urandom | base64 >/dev/shm/me; read x </dev/shm/me; mkfifo /tmp/q; while :; do read y </tmp/q; echo $x >/tmp/said; done")
+	spec.Volumes = []*dormousev1.VolumeMount{mount(v, "/data")}
+	s := w.create(spec)
+	var me string
+	w.await("it knows who it is", func() error {
+		out, err := cluster.Exec(w.ctx, s, "cat", "/dev/shm/me")
+		if me = strings.TrimSpace(string(out)); err == nil && me == "" {
+			err = errs.New(errs.InternalError, "not yet")
+		}
+		return err
+	})
+	w.sh(s, "rm /dev/shm/me")
+	id := uid.New()
+	w.ok(s.Hibernate(w.ctx, id))
+	w.ok(s.Hibernate(w.ctx, id))
+	w.refused(v.Delete(w.ctx, ""), errs.AlreadyAttached)
+	w.restartAgentd(w.nodeOf(s))
+	w.ok(w.KillCoordinator(w.ctx))
+	w.ok(w.StartCoordinatorReady(w.ctx))
+	w.nodesOnline()
+	w.is(s, hibernated)
+	snaps, err := client.Collect(w.api.ListSnapshots(w.ctx, &dormousev1.ListSnapshotsRequest{}))
+	w.ok(err)
+	if len(snaps) != 0 {
+		t.Fatalf("its artefact is listed: %v", snaps)
+	}
+	w.ok(s.Resume(w.ctx, ""))
+	w.await("it still knows who it is", func() error {
+		out, err := cluster.Exec(w.ctx, s, "sh", "-c", "echo x >/tmp/q; cat /tmp/said")
+		if got := strings.TrimSpace(string(out)); err == nil && got != me {
+			err = fmt.Errorf("it says %q, not %q", got, me)
+		}
+		return err
+	})
+}
+
+// TestB12DeleteFromEveryState gives everything back: what is left is searched for by the world's end, and the volumes are free.
+func TestB12DeleteFromEveryState(t *testing.T) {
+	w := enter(t)
+	for name, prepare := range map[string]func(*client.Sandbox){
+		"Running":    func(*client.Sandbox) {},
+		"Paused":     func(s *client.Sandbox) { w.ok(s.Pause(w.ctx, "")) },
+		"Hibernated": func(s *client.Sandbox) { w.ok(s.Hibernate(w.ctx, "")) },
+		"Stopped": func(s *client.Sandbox) {
+			w.sh(s, "echo x >/tmp/end")
+			w.ok(s.Await(w.ctx, func(seen *dormousev1.Sandbox) bool {
+				return seen.GetStatus().GetPhase() == dormousev1.SandboxPhase_SANDBOX_PHASE_STOPPED
+			}))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := w.sub(t)
+			v := w.volume("")
+			spec := w.spec("sh", "-c", "mkfifo /tmp/end; read x </tmp/end")
+			spec.Volumes = []*dormousev1.VolumeMount{mount(v, "/data")}
+			s := w.create(spec)
+			w.await("it waits", func() error { _, err := cluster.Exec(w.ctx, s, "test", "-p", "/tmp/end"); return err })
+			prepare(s)
+			w.ok(s.Delete(w.ctx, ""))
+			w.ok(v.Delete(w.ctx, ""))
+			w.ok(w.left(w.ctx))
+		})
+	}
+}
+
+// TestWakeOnUse: what is asked of a paused or hibernated sandbox resumes it first, where its spec says so; several calls at once wake it once.
+func TestWakeOnUse(t *testing.T) {
+	w := enter(t)
+	spec := w.spec("sh", "-c", "echo $$ >/tmp/pid; "+counting)
+	s := w.create(spec)
+	w.ok(s.Pause(w.ctx, ""))
+	_, err := cluster.Exec(w.ctx, s, "true")
+	w.refused(err, errs.SandboxPaused)
+	w.ok(s.Update(w.ctx, &dormousev1.UpdateSandboxRequest{WakeOnUse: true, UpdateMask: &fieldmaskpb.FieldMask{Paths: []string{"wake_on_use"}}}))
+	for name, sleep := range map[string]func() error{
+		"paused":     func() error { return s.Pause(w.ctx, "") },
+		"hibernated": func() error { return s.Hibernate(w.ctx, "") },
+	} {
+		w.ok(s.Resume(w.ctx, ""))
+		w.ok(sleep())
+		var all errgroup.Group
+		for range 4 {
+			all.Go(func() error {
+				_, err := cluster.Exec(w.ctx, s, "sh", "-c", "kill -0 $(cat /tmp/pid)")
+				return err
+			})
+		}
+		if err := all.Wait(); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		w.ok(s.Refresh(w.ctx))
+		w.is(s, running)
+	}
+}
+
+// TestLifetimeAndUpdate: labels with a precondition, over REST too; a lifetime that ends deletes the sandbox, hibernated as it is.
+func TestLifetimeAndUpdate(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	w.ok(s.Refresh(w.ctx))
+	rev := s.Last.GetMeta().GetRevision()
+	labels := &dormousev1.UpdateSandboxRequest{IfRevision: rev, Labels: map[string]string{"a": "1"}, UpdateMask: &fieldmaskpb.FieldMask{Paths: []string{"labels"}}}
+	w.ok(s.Update(w.ctx, labels))
+	w.refused(s.Update(w.ctx, labels), errs.StaleRevision)
+	if got := s.Last.GetMeta(); got.GetLabels()["a"] != "1" || got.GetGeneration() != 2 || got.GetRevision() <= rev {
+		t.Fatalf("updated it is %v", got)
+	}
+	w.refused(s.Update(w.ctx, &dormousev1.UpdateSandboxRequest{UpdateMask: &fieldmaskpb.FieldMask{Paths: []string{"spec.image"}}}), errs.UnknownField)
+	a := w.rest(w.key, "PATCH", "/v1/sandboxes/"+s.UID, fmt.Sprintf(`{"labels":{"b":"2"},"updateMask":"labels","ifRevision":"%d"}`, rev))
+	w.refusedREST(a, errs.StaleRevision)
+	a = w.rest(w.key, "PATCH", "/v1/sandboxes/"+s.UID, `{"labels":{"b":"2"},"updateMask":"labels"}`)
+	if a.status != 200 || !strings.Contains(string(a.body), `"b"`) {
+		t.Fatalf("%d %s", a.status, a.body)
+	}
+	w.ok(s.Hibernate(w.ctx, ""))
+	w.ok(s.Update(w.ctx, &dormousev1.UpdateSandboxRequest{Lifetime: durationpb.New(time.Second), UpdateMask: &fieldmaskpb.FieldMask{Paths: []string{"lifetime"}}}))
+	w.await("it is deleted", func() error {
+		if err := s.Refresh(w.ctx); !errs.Has(err, errs.ObjectNotFound) {
+			return fmt.Errorf("it is there (%v)", err) //nolint:errorlint // not the condition's own
+		}
+		return nil
+	})
+}
+
+// TestIdleTimeout: a sandbox that nobody uses is hibernated, and one with a stream attached to it is not, nor one that computes; a restart of agentd
+// changes nothing. What is asked of it wakes it.
+func TestIdleTimeout(t *testing.T) {
+	w := enter(t)
+	idler := func(command ...string) *client.Sandbox {
+		spec := w.spec(command...)
+		spec.IdleTimeout, spec.OnIdle, spec.WakeOnUse = durationpb.New(time.Second), dormousev1.IdleAction_IDLE_ACTION_HIBERNATE, true
+		return w.create(spec)
+	}
+	idle, busy, attached := idler(), idler("sh", "-c", "while :; do :; done"), idler()
+	ctx, cancel := context.WithCancel(w.ctx)
+	began, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		_, _, _ = attached.Run(ctx, &dormousev1.ProcessSpec{Argv: []string{"sleep", "600"}}, nil, &client.Output{}, func(*client.Process) { close(began) }) // cut by the test
+	}()
+	defer func() { cancel(); <-ended }()
+	select {
+	case <-began:
+	case <-ended:
+		t.Fatal("the stream ended")
+	}
+	w.await("it is hibernated", func() error {
+		if p := w.phase(idle); p != hibernated {
+			return fmt.Errorf("it is %s", p)
+		}
+		return nil
+	})
+	for name, s := range map[string]*client.Sandbox{"busy": busy, "attached": attached} {
+		if p := w.phase(s); p != running {
+			t.Errorf("the one that is %s is %s", name, p)
+		}
+	}
+	if got := w.sh(idle, "echo here"); got != "here" {
+		t.Fatalf("woken it says %q", got)
+	}
+}
+
 // TestPauseOverREST: the routes are there and answer with the object.
 func TestPauseOverREST(t *testing.T) {
 	w := enter(t)
 	s := w.create(w.spec())
-	for _, turn := range []struct{ verb, phase string }{{"pause", "SANDBOX_PHASE_PAUSED"}, {"resume", "SANDBOX_PHASE_RUNNING"}} {
+	for _, turn := range []struct{ verb, phase string }{{"pause", "SANDBOX_PHASE_PAUSED"}, {"hibernate", "SANDBOX_PHASE_HIBERNATED"}, {"resume", "SANDBOX_PHASE_RUNNING"}} {
 		a := w.rest(w.key, "POST", "/v1/sandboxes/"+s.UID+":"+turn.verb, "{}")
 		if a.status != 200 || !strings.Contains(string(a.body), turn.phase) {
 			t.Fatalf("%s: %d %s", turn.verb, a.status, a.body)

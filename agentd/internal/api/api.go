@@ -9,6 +9,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
@@ -32,8 +33,10 @@ type Runner interface {
 	DeleteSandbox(ctx context.Context, uid string) error
 	CheckpointSandbox(ctx context.Context, req runner.CaptureRequest) (snapshot.Snapshot, error)
 	DeleteSnapshot(ctx context.Context, uid string) error
-	PauseSandbox(ctx context.Context, uid string) (Observed, error)
+	// PauseSandbox and HibernateSandbox are refused with WRONG_PHASE if the sandbox was used within ifUnusedFor; 0 is in any case.
+	PauseSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (Observed, error)
 	ResumeSandbox(ctx context.Context, uid string) (Observed, error)
+	HibernateSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (Observed, error)
 }
 
 // Observed is what the node tells of a sandbox.
@@ -247,7 +250,7 @@ func (s *Server) PauseSandbox(ctx context.Context, req *nodev1.PauseSandboxReque
 	}
 	resp := &nodev1.PauseSandboxResponse{}
 	return run(ctx, s, "PauseSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
-		o, err := s.Runner.PauseSandbox(ctx, req.GetUid())
+		o, err := s.Runner.PauseSandbox(ctx, req.GetUid(), req.GetIfUnusedFor().AsDuration())
 		if err == nil {
 			resp.Sandbox = o.Proto()
 		}
@@ -263,6 +266,21 @@ func (s *Server) ResumeSandbox(ctx context.Context, req *nodev1.ResumeSandboxReq
 	resp := &nodev1.ResumeSandboxResponse{}
 	return run(ctx, s, "ResumeSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
 		o, err := s.Runner.ResumeSandbox(ctx, req.GetUid())
+		if err == nil {
+			resp.Sandbox = o.Proto()
+		}
+		return err
+	})
+}
+
+// HibernateSandbox implements AgentService.
+func (s *Server) HibernateSandbox(ctx context.Context, req *nodev1.HibernateSandboxRequest) (*nodev1.HibernateSandboxResponse, error) {
+	if err := checkUID("uid", req.GetUid()); err != nil {
+		return nil, err
+	}
+	resp := &nodev1.HibernateSandboxResponse{}
+	return run(ctx, s, "HibernateSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
+		o, err := s.Runner.HibernateSandbox(ctx, req.GetUid(), req.GetIfUnusedFor().AsDuration())
 		if err == nil {
 			resp.Sandbox = o.Proto()
 		}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"sync"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
@@ -51,11 +52,14 @@ func (n *node) CheckpointSandbox(context.Context, runner.CaptureRequest) (snapsh
 }
 func (n *node) DeleteSnapshot(context.Context, string) error { return nil }
 
-func (n *node) PauseSandbox(_ context.Context, u string) (Observed, error) {
+func (n *node) PauseSandbox(_ context.Context, u string, _ time.Duration) (Observed, error) {
 	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Paused, Observation: 3}}, nil
 }
 func (n *node) ResumeSandbox(_ context.Context, u string) (Observed, error) {
 	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Running, Observation: 4}}, nil
+}
+func (n *node) HibernateSandbox(_ context.Context, u string, _ time.Duration) (Observed, error) {
+	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Hibernated, Observation: 5}}, nil
 }
 
 func startRequest() *nodev1.StartSandboxRequest {

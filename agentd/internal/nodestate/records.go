@@ -31,6 +31,18 @@ type Capture struct {
 	Began       time.Time `json:"began"`
 }
 
+// Hibernation says that there may be an artefact under the sandbox's own uid. It is written before the artefact is made and removed
+// after the artefact is gone.
+type Hibernation struct {
+	Began time.Time `json:"began"`
+	// From is the phase to go back to if it fails.
+	From sandbox.Phase `json:"from"`
+	// Released: nothing but the artefact, the volumes and the image is held any more.
+	Released bool `json:"released,omitempty"`
+	// Spent: the sandbox is not what the artefact shows any more; it is to be removed.
+	Spent bool `json:"spent,omitempty"`
+}
+
 // Defaults are what a process of the sandbox gets where its caller says nothing: the image's
 // environment with the spec's in it, user and folder. No secret environment.
 type Defaults struct {
@@ -70,7 +82,9 @@ type Sandbox struct {
 	// HasMain: a command of its own was started; its end is the sandbox's end.
 	HasMain bool `json:"has_main,omitempty"`
 
-	Capture    *Capture      `json:"capture,omitempty"`
+	Capture     *Capture     `json:"capture,omitempty"`
+	Hibernation *Hibernation `json:"hibernation,omitempty"`
+
 	StartTime  time.Time     `json:"start_time,omitzero"`
 	ExitCode   *int32        `json:"exit_code,omitempty"`
 	Reason     string        `json:"reason,omitempty"`

@@ -126,7 +126,7 @@ func (d *differ) sandboxes(seen Observed, root string) {
 		st, there := d.running[id]
 		alive := there && (st.Phase == runtime.Running || st.Phase == runtime.Paused)
 		switch {
-		case s.Intent == nodestate.IntentKeep && (s.Phase == sandbox.Running || s.Phase == sandbox.Paused || s.Phase == sandbox.Resuming) && !alive:
+		case s.Intent == nodestate.IntentKeep && awake(s) && !alive:
 			observed := "the runtime does not know it"
 			if there {
 				observed = "the runtime says " + string(st.Phase)
@@ -136,6 +136,11 @@ func (d *differ) sandboxes(seen Observed, root string) {
 			d.out = append(d.out, Finding{Kind: StuckDelete, Name: id, Recorded: "being deleted", Observed: "not finished", Remedy: fixIt, Fixable: true})
 		}
 	}
+}
+
+// awake tells whether the runtime is to have the sandbox.
+func awake(s nodestate.Sandbox) bool {
+	return s.Phase == sandbox.Running || s.Phase == sandbox.Paused || s.Phase == sandbox.Resuming && (s.Hibernation == nil || s.Hibernation.Spent)
 }
 
 func (d *differ) holds(seen Observed) {
@@ -157,14 +162,19 @@ func (d *differ) snapshots(seen Observed, root string) {
 	published := make(map[string]bool)
 	for _, id := range seen.Artefacts.Published {
 		published[id] = true
-		if _, ok := d.snaps[id]; !ok {
+		if _, ok := d.snaps[id]; !ok && d.boxes[id].Hibernation == nil {
 			d.out = append(d.out, Finding{Kind: OrphanArtefact, Name: id, Recorded: unknown, Observed: filepath.Join(root, id),
 				Remedy: "rm -r " + filepath.Join(root, id) + "   (once `dormouse snapshot get " + id + "` says that it is not found)"})
 		}
 	}
 	for _, id := range slices.Concat(seen.Artefacts.Staging, seen.Artefacts.Trash) {
-		if _, ok := d.snaps[id]; !ok && !published[id] {
+		if _, ok := d.snaps[id]; !ok && !published[id] && d.boxes[id].Hibernation == nil {
 			d.orphan(OrphanStaging, id, "files of a capture or a deletion that ended")
+		}
+	}
+	for id, s := range d.boxes {
+		if s.Phase == sandbox.Hibernated && !published[id] {
+			d.out = append(d.out, Finding{Kind: LostArtefact, Name: id, Recorded: string(s.Phase), Observed: "no folder " + filepath.Join(root, id), Remedy: "dormouse rm " + id})
 		}
 	}
 	for id, s := range d.snaps {

@@ -11,6 +11,10 @@
 //	intent keep             phase Paused             stands still, and stays so over a restart
 //	intent keep             phase Paused, capture    about to stand still: paused again after a crash
 //	intent keep             phase Resuming           about to run: resumed after a crash
+//	intent keep             phase Hibernating        being captured: once the artefact is in place, Hibernated; before, as it was
+//	intent keep             phase Hibernated         in its artefact; what else there is of it is let go
+//	intent keep             phase Resuming, and hibernation not spent   being restored: Hibernated again after a crash
+//	intent keep             phase Running, and hibernation spent        the artefact is to be removed
 //	intent keep             phase Stopped, Failed    its processes are gone; kept until Delete
 //	intent delete           phase Deleting           being removed: finished after a crash
 //	no record               -                        nothing of it is on the node

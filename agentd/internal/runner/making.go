@@ -179,7 +179,10 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 	if err != nil {
 		return err
 	}
-	o.rec.Handle, o.rec.StartTime = handle, o.n.Now().UTC()
+	o.rec.Handle = handle
+	if o.rec.StartTime.IsZero() { // one that was hibernated has started long ago
+		o.rec.StartTime = o.n.Now().UTC()
+	}
 	// The sandbox has entered the namespace and keeps it.
 	return o.releaseNetwork(ctx)
 }
@@ -258,7 +261,7 @@ func (o *owner) startMain(ctx context.Context, b *build) error {
 
 func (o *owner) recordRunning(_ context.Context, _ *build) error {
 	rec := o.rec
-	rec.Intent, rec.Phase = nodestate.IntentKeep, sandbox.Running
+	rec.Intent, rec.Phase, rec.Hibernation = nodestate.IntentKeep, sandbox.Running, spent(rec.Hibernation)
 	if err := o.observe(rec); err != nil {
 		return err
 	}

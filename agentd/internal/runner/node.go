@@ -247,7 +247,8 @@ func (n *Node) Guest(uid string) (Guest, error) {
 	if err != nil {
 		return nil, err
 	}
-	if rec.Phase == sandbox.Paused || rec.Phase == sandbox.Resuming {
+	switch rec.Phase {
+	case sandbox.Paused, sandbox.Resuming, sandbox.Hibernating, sandbox.Hibernated:
 		return nil, asleep(rec)
 	}
 	if rec.Phase != sandbox.Running {

@@ -13,7 +13,7 @@ import (
 
 // live tells whether there are processes of a sandbox in this phase: their end is its end.
 func live(p sandbox.Phase) bool {
-	return p == sandbox.Running || p == sandbox.Paused || p == sandbox.Resuming
+	return p == sandbox.Running || p == sandbox.Paused || p == sandbox.Resuming || p == sandbox.Hibernating
 }
 
 // Pause freezes a running sandbox in memory, and returns when it stands still and that is recorded. Pausing a
@@ -30,16 +30,19 @@ func (n *Node) Pause(ctx context.Context, uid string) (nodestate.Sandbox, error)
 	})
 }
 
-// Resume ends a pause, and returns when the sandbox runs. Resuming a running one succeeds.
+// Resume ends a pause or a hibernation, and returns when the sandbox runs. Resuming a running one succeeds. After an error
+// a hibernated sandbox is Hibernated.
 func (n *Node) Resume(ctx context.Context, uid string) (nodestate.Sandbox, error) {
 	return n.turn(ctx, uid, func(ctx context.Context, o *owner) error {
 		switch o.rec.Phase {
 		case sandbox.Running:
 			return nil
+		case sandbox.Hibernated:
+			return because(ctx, o.wake(ctx))
 		case sandbox.Paused, sandbox.Resuming:
 			return because(ctx, o.resume(ctx))
 		}
-		return wrongPhase(o.rec, "only a paused sandbox can be resumed")
+		return wrongPhase(o.rec, "only a paused or hibernated sandbox can be resumed")
 	})
 }
 

@@ -136,7 +136,7 @@ func TestAPausedSandboxIsCapturedAndStaysPaused(t *testing.T) {
 	snap, err := a.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: "t", CommandID: "c"})
 	must(t, err)
 	a.stands(req.UID)
-	must(t, a.Freeze(ctx(t), req.UID, func(context.Context) error { a.stands2(req.UID); return nil }))
+	must(t, a.Freeze(ctx(t), req.UID, func(context.Context) error { a.halted(req.UID); return nil }))
 	a.stands(req.UID)
 	b := a.reboot()
 	must(t, second(b.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: "t", CommandID: "c2"})))
@@ -145,8 +145,8 @@ func TestAPausedSandboxIsCapturedAndStaysPaused(t *testing.T) {
 	must(t, second(b.Restore(ctx(t), restoreRequest(snap, req.Spec.Volumes[0].VolumeUID))))
 }
 
-// stands2 is stands while a capture is recorded.
-func (a *agent) stands2(id string) {
+// halted is stands while a capture is recorded.
+func (a *agent) halted(id string) {
 	a.w.t.Helper()
 	if st, err := a.driver.State(ctx(a.w.t), id); err != nil || st.Phase != runtime.Paused {
 		a.w.t.Fatalf("the runtime says %s, %v", st.Phase, err)

@@ -20,6 +20,12 @@ func (n *Node) Reattach(ctx context.Context, uid string) error {
 		if !o.exists || o.rec.Intent != nodestate.IntentKeep {
 			return nil
 		}
+		if o.hibernating() {
+			return o.settleHibernation(ctx)
+		}
+		if err := o.dropArtefact(); err != nil {
+			return err
+		}
 		st, err := n.Driver.Recover(ctx, o.rec.Handle)
 		switch {
 		case errs.Has(err, errs.ObjectNotFound):

@@ -18,6 +18,8 @@ type step struct {
 	undo func(ctx context.Context) error
 	// keeps: undo takes something from the runtime, and waits until its absence was observed.
 	keeps bool
+	// stays: a hibernated sandbox keeps it.
+	stays bool
 }
 
 // build is what the steps hand to each other.
@@ -40,9 +42,9 @@ type build struct {
 // steps is how a sandbox is made, and from the last to the first how it is removed.
 func (o *owner) steps(b *build) []step {
 	return []step{
-		{name: "image", do: b.with(o.holdImage), undo: o.releaseImage, keeps: true},
-		{name: "volumes", do: b.with(o.attachVolumes), undo: o.detachVolumes, keeps: true},
-		{name: "folder", do: b.with(o.makeFolder), undo: o.removeFolder, keeps: true},
+		{name: "image", do: b.with(o.holdImage), undo: o.releaseImage, keeps: true, stays: true},
+		{name: "volumes", do: b.with(o.attachVolumes), undo: o.detachVolumes, keeps: true, stays: true},
+		{name: "folder", do: b.with(o.makeFolder), undo: o.removeFolder, keeps: true, stays: true},
 		{name: "network", do: b.with(o.acquireNetwork), undo: o.releaseNetwork},
 		{name: "spec", do: b.with(o.makeSpec), undo: nothing},
 		{name: runtimeStep, do: b.with(o.startRuntime), undo: o.deleteRuntime},

@@ -262,6 +262,14 @@ func (o *owner) removeOnce(ctx context.Context) error {
 	if err := o.unmake(ctx); err != nil {
 		return err
 	}
+	if o.rec.Hibernation != nil {
+		if err := o.n.Snapshots.Delete(o.uid); err != nil {
+			return err
+		}
+		if err := o.n.fault("delete.artefact.after"); err != nil {
+			return err
+		}
+	}
 	if err := o.n.Store.RemoveSandbox(o.uid); err != nil {
 		return err
 	}

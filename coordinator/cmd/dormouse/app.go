@@ -48,7 +48,7 @@ func newApp(s streams) *cli.App {
 		Commands: []*cli.Command{
 			runCommand(), createCommand(), lsCommand(), getCommand(), inspectCommand(), waitCommand(), rmCommand(),
 			execCommand(), shellCommand(), attachCommand(), psCommand(), logsCommand(), killCommand(), cpCommand(),
-			pauseCommand(), resumeCommand(),
+			updateCommand(), pauseCommand(), hibernateCommand(), resumeCommand(),
 			checkpointCommand(), restoreCommand(), forkCommand(),
 			snapshotCommands(), volumeCommands(), imageCommands(), nodeCommands(), operationCommands(), eventCommands(),
 			adminCommands(), completionCommand(), versionCommand(),

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/urfave/cli/v2"
@@ -15,7 +16,7 @@ import (
 func checkpointCommand() *cli.Command {
 	return &cli.Command{
 		Name: "checkpoint", Usage: "take a snapshot of a running sandbox and print its uid", ArgsUsage: "SANDBOX",
-		Flags: callFlags(true, metaFlags()...),
+		Flags: callFlags(true, append(metaFlags(), &cli.BoolFlag{Name: "hibernate", Usage: "pause the sandbox for the snapshot, then hibernate it: it goes on from that instant"})...),
 		Action: action(1, 1, func(c call) error {
 			op, err := operationOf(c.Context)
 			if err != nil {
@@ -29,7 +30,11 @@ func checkpointCommand() *cli.Command {
 			if err != nil {
 				return err
 			}
-			snap, err := s.Checkpoint(c.ctx, &dormousev1.CheckpointSandboxRequest{OperationId: op, Name: c.String("name"), Labels: labels})
+			take := checkpointed
+			if c.Bool("hibernate") {
+				take = checkpointedAndHibernated
+			}
+			snap, err := take(c, s, &dormousev1.CheckpointSandboxRequest{OperationId: op, Name: c.String("name"), Labels: labels})
 			if err != nil {
 				return withOperation(err, op)
 			}
@@ -43,6 +48,27 @@ func checkpointCommand() *cli.Command {
 			return err
 		}),
 	}
+}
+
+func checkpointed(c call, s *client.Sandbox, req *dormousev1.CheckpointSandboxRequest) (*client.Snapshot, error) {
+	return s.Checkpoint(c.ctx, req)
+}
+
+// checkpointedAndHibernated takes the snapshot of a sandbox that stands still, so that it shows what is hibernated. Without the snapshot the
+// sandbox runs again, if it ran.
+func checkpointedAndHibernated(c call, s *client.Sandbox, req *dormousev1.CheckpointSandboxRequest) (*client.Snapshot, error) {
+	ran := s.Last.GetStatus().GetPhase() == dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING
+	if err := s.Pause(c.ctx, ""); err != nil {
+		return nil, err
+	}
+	snap, err := s.Checkpoint(c.ctx, req)
+	if err != nil {
+		if ran {
+			err = errors.Join(err, s.Resume(c.ctx, ""))
+		}
+		return nil, err
+	}
+	return snap, s.Hibernate(c.ctx, "")
 }
 
 func bindingFlag() cli.Flag {

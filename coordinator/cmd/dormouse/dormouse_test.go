@@ -44,6 +44,12 @@ func TestWhatIdentifiesGoesToStandardOutputAlone(t *testing.T) {
 	ok(t, f.image().GetDigest()+"\n", "image", "pull", "reg.example/a:1")
 	ok(t, f.image().GetDigest()+"\n", "image", "rm", "reg.example/a:1")
 	ok(t, uidAt(1)+"\n"+uidAt(3)+"\n", "pause", "box", "again")
+	ok(t, uidAt(1)+"\n", "update", "box", "-l", "team=blue", "--lifetime", "1h", "--wake-on-use")
+	if got := asked[*dormousev1.UpdateSandboxRequest](t, f); got.GetLabels()["team"] != "blue" || got.GetIfRevision() != 1 || !got.GetWakeOnUse() ||
+		strings.Join(got.GetUpdateMask().GetPaths(), " ") != "labels lifetime wake_on_use" {
+		t.Errorf("update asked %v", got)
+	}
+	ok(t, uidAt(1)+"\n", "hibernate", "box")
 	ok(t, uidAt(1)+"\n", "resume", "box")
 	ok(t, uidAt(3)+"\n", "resume", "again", "-o", "name")
 	ok(t, uidAt(3)+"\n", "rm", "again")

@@ -162,12 +162,28 @@ func (f *fake) turn(uid string, to dormousev1.SandboxPhase) (*dormousev1.Sandbox
 	return s, nil
 }
 
+func (f *fake) UpdateSandbox(_ context.Context, r *dormousev1.UpdateSandboxRequest) (*dormousev1.UpdateSandboxResponse, error) {
+	if err := f.note("UpdateSandbox", r); err != nil {
+		return nil, err
+	}
+	s, err := f.sandbox(r.GetUid())
+	return &dormousev1.UpdateSandboxResponse{Sandbox: s}, err
+}
+
 func (f *fake) PauseSandbox(_ context.Context, r *dormousev1.PauseSandboxRequest) (*dormousev1.PauseSandboxResponse, error) {
 	if err := f.note("PauseSandbox", r); err != nil {
 		return nil, err
 	}
 	s, err := f.turn(r.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED)
 	return &dormousev1.PauseSandboxResponse{Sandbox: s}, err
+}
+
+func (f *fake) HibernateSandbox(_ context.Context, r *dormousev1.HibernateSandboxRequest) (*dormousev1.HibernateSandboxResponse, error) {
+	if err := f.note("HibernateSandbox", r); err != nil {
+		return nil, err
+	}
+	s, err := f.turn(r.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_HIBERNATED)
+	return &dormousev1.HibernateSandboxResponse{Sandbox: s}, err
 }
 
 func (f *fake) ResumeSandbox(_ context.Context, r *dormousev1.ResumeSandboxRequest) (*dormousev1.ResumeSandboxResponse, error) {

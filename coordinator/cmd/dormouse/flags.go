@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/urfave/cli/v2"
+	"google.golang.org/protobuf/types/known/durationpb"
 	"sigs.k8s.io/yaml"
 
 	"github.com/dormouse-run/dormouse/pkg/command"
@@ -45,6 +46,10 @@ func specFlags() []cli.Flag {
 		&cli.StringSliceFlag{Name: "volume", Aliases: []string{"v"}, Usage: "VOLUME:PATH[:ro], by uid or name; may be repeated"},
 		&cli.StringFlag{Name: "network", Usage: "none or outbound"},
 		&cli.StringFlag{Name: "hostname", Usage: "the name inside"},
+		&cli.DurationFlag{Name: "idle-timeout", Usage: "how long it may be unused, e.g. 15m"},
+		&cli.StringFlag{Name: "on-idle", Usage: "what happens then: pause (the default), hibernate or delete"},
+		&cli.DurationFlag{Name: "lifetime", Usage: "delete the sandbox this long after its creation, e.g. 8h"},
+		&cli.BoolFlag{Name: "wake-on-use", Usage: "exec, files and ports resume it when it is paused or hibernated"},
 		&cli.StringFlag{Name: "runtime", Usage: "runtime class"},
 		&cli.StringSliceFlag{Name: "node-selector", Usage: "KEY=VALUE that the node must have; may be repeated"},
 	)
@@ -125,6 +130,16 @@ func specOf(c call, image string, argv []string) (*dormousev1.SandboxSpec, error
 		Image: image, Command: argv, Env: env, User: c.String("user"), WorkingDir: c.String("workdir"),
 		RuntimeClass: c.String("runtime"), NodeSelector: selector, Hostname: c.String("hostname"),
 	}
+	spec.WakeOnUse = c.Bool("wake-on-use")
+	if spec.OnIdle, err = idleActionOf(c.Context); err != nil {
+		return nil, err
+	}
+	if c.IsSet("idle-timeout") {
+		spec.IdleTimeout = durationpb.New(c.Duration("idle-timeout"))
+	}
+	if c.IsSet("lifetime") {
+		spec.Lifetime = durationpb.New(c.Duration("lifetime"))
+	}
 	if n := c.String("network"); n != "" {
 		v, ok := dormousev1.NetworkMode_value["NETWORK_MODE_"+strings.ToUpper(n)]
 		if !ok || v == 0 {
@@ -143,6 +158,18 @@ func specOf(c call, image string, argv []string) (*dormousev1.SandboxSpec, error
 		spec.Volumes = append(spec.Volumes, mount)
 	}
 	return spec, nil
+}
+
+func idleActionOf(c *cli.Context) (dormousev1.IdleAction, error) {
+	text := c.String("on-idle")
+	if text == "" {
+		return 0, nil
+	}
+	v, ok := dormousev1.IdleAction_value["IDLE_ACTION_"+strings.ToUpper(text)]
+	if !ok || v == 0 {
+		return 0, command.Usage(c, "--on-idle %q: pause, hibernate or delete", text)
+	}
+	return dormousev1.IdleAction(v), nil
 }
 
 func resourcesOf(c *cli.Context) (*dormousev1.Resources, error) {

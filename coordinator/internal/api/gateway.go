@@ -195,11 +195,14 @@ func (s *Server) locate(ctx context.Context, u string) (nodeclient.Place, error)
 		return nodeclient.Place{}, err
 	}
 	sb, err := records.SandboxOf(rec)
+	if err == nil {
+		sb, err = s.awake(ctx, sb)
+	}
 	if err != nil {
 		return nodeclient.Place{}, err
 	}
 	switch sb.Status.Phase {
-	case sandbox.Running, sandbox.Paused, sandbox.Stopped, sandbox.Starting:
+	case sandbox.Running, sandbox.Stopped, sandbox.Starting:
 		if sb.Status.Node != "" {
 			return s.placeOf(ctx, sb)
 		}

@@ -363,9 +363,15 @@ func (n *willing) CheckpointSandbox(context.Context, string, operations.Command,
 	return snapshot.Status{SizeBytes: 1}, n.session, nil
 }
 
-func (n *willing) PauseSandbox(_ context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
+func (n *willing) PauseSandbox(_ context.Context, _ string, c operations.Command, u string, _ time.Duration) (operations.Observation, error) {
 	o := n.observed(c, u)
 	o.Phase = sandbox.Paused
+	return o, nil
+}
+
+func (n *willing) HibernateSandbox(_ context.Context, _ string, c operations.Command, u string, _ time.Duration) (operations.Observation, error) {
+	o := n.observed(c, u)
+	o.Phase = sandbox.Hibernated
 	return o, nil
 }
 

@@ -4,8 +4,11 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
@@ -203,6 +206,74 @@ func (s sandboxService) ForkSandbox(ctx context.Context, req *dormousev1.ForkSan
 	return resp, nil
 }
 
+func (s sandboxService) UpdateSandbox(ctx context.Context, req *dormousev1.UpdateSandboxRequest) (*dormousev1.UpdateSandboxResponse, error) {
+	change, err := updateOf(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	sb, op, err := s.change(ctx, req.GetOperationId(), func(e *operations.Engine, c operations.Call) (*operations.Operation, error) {
+		return e.UpdateSandbox(ctx, c, change)
+	})
+	return &dormousev1.UpdateSandboxResponse{Sandbox: sb, OperationId: op}, err
+}
+
+// updateOf reads what the mask names.
+func updateOf(ctx context.Context, req *dormousev1.UpdateSandboxRequest) (operations.UpdateSandbox, error) {
+	u := operations.UpdateSandbox{UID: req.GetUid(), IfRevision: req.GetIfRevision()}
+	if u.IfRevision == 0 {
+		match, err := ifMatch(ctx)
+		if err != nil {
+			return u, err
+		}
+		u.IfRevision = match
+	}
+	for _, path := range req.GetUpdateMask().GetPaths() {
+		switch path {
+		case "labels":
+			labels := req.GetLabels()
+			u.Labels = &labels
+		case "lifetime":
+			d, err := wire.TimerFromProto(path, req.GetLifetime())
+			if err != nil {
+				return u, err
+			}
+			u.Lifetime = &d
+		case "idle_timeout":
+			d, err := wire.TimerFromProto(path, req.GetIdleTimeout())
+			if err != nil {
+				return u, err
+			}
+			u.Idle = &d
+		case "on_idle":
+			on, err := wire.IdleActionFromProto(req.GetOnIdle())
+			if err != nil {
+				return u, err
+			}
+			u.OnIdle = &on
+		case "wake_on_use":
+			on := req.GetWakeOnUse()
+			u.WakeOnUse = &on
+		default:
+			return u, errs.New(errs.UnknownField, "update_mask: %q cannot be changed; labels, idle_timeout, on_idle, lifetime and wake_on_use can", path).With("field", "update_mask")
+		}
+	}
+	return u, nil
+}
+
+// ifMatch is the revision of REST's header If-Match, 0 for none.
+func ifMatch(ctx context.Context) (uint64, error) {
+	md, _ := metadata.FromIncomingContext(ctx)
+	got := md.Get(wire.IfMatchKey)
+	if len(got) == 0 {
+		return 0, nil
+	}
+	n, err := strconv.ParseUint(strings.Trim(got[0], `"`), 10, 64)
+	if err != nil || n == 0 {
+		return 0, errs.New(errs.InvalidField, "If-Match: a revision as the sandbox's meta has it, got %q", got[0]).With("field", "if_revision")
+	}
+	return n, nil
+}
+
 func (s sandboxService) PauseSandbox(ctx context.Context, req *dormousev1.PauseSandboxRequest) (*dormousev1.PauseSandboxResponse, error) {
 	sb, op, err := s.change(ctx, req.GetOperationId(), func(e *operations.Engine, c operations.Call) (*operations.Operation, error) {
 		return e.PauseSandbox(ctx, c, operations.Turn{UID: req.GetUid()})
@@ -215,6 +286,13 @@ func (s sandboxService) ResumeSandbox(ctx context.Context, req *dormousev1.Resum
 		return e.ResumeSandbox(ctx, c, operations.Turn{UID: req.GetUid()})
 	})
 	return &dormousev1.ResumeSandboxResponse{Sandbox: sb, OperationId: op}, err
+}
+
+func (s sandboxService) HibernateSandbox(ctx context.Context, req *dormousev1.HibernateSandboxRequest) (*dormousev1.HibernateSandboxResponse, error) {
+	sb, op, err := s.change(ctx, req.GetOperationId(), func(e *operations.Engine, c operations.Call) (*operations.Operation, error) {
+		return e.HibernateSandbox(ctx, c, operations.Turn{UID: req.GetUid()})
+	})
+	return &dormousev1.HibernateSandboxResponse{Sandbox: sb, OperationId: op}, err
 }
 
 // change runs an operation that changes one sandbox, and gives the sandbox and the operation's id.

@@ -74,8 +74,9 @@ type Config struct {
 
 // Server has all public services.
 type Server struct {
-	cfg Config
-	hub *hub
+	cfg   Config
+	hub   *hub
+	wakes wakes
 }
 
 // New makes a server. Run it while it serves.
@@ -87,7 +88,10 @@ func New(cfg Config) *Server {
 }
 
 // Run follows the change log for watches until the context ends.
-func (s *Server) Run(ctx context.Context) { s.hub.run(ctx) }
+func (s *Server) Run(ctx context.Context) {
+	s.hub.run(ctx)
+	s.wakes.wg.Wait() // their operations end with the term
+}
 
 // Register adds the services to a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) {

@@ -14,9 +14,11 @@ import (
 	"io"
 	"strings"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
@@ -198,10 +200,17 @@ func (p *Pool) CheckpointSandbox(ctx context.Context, node string, c operations.
 	return st, session, err
 }
 
+func unusedFor(d time.Duration) *durationpb.Duration {
+	if d == 0 {
+		return nil
+	}
+	return durationpb.New(d)
+}
+
 // PauseSandbox returns when the sandbox stands still.
-func (p *Pool) PauseSandbox(ctx context.Context, node string, c operations.Command, uid string) (o operations.Observation, err error) {
+func (p *Pool) PauseSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (o operations.Observation, err error) {
 	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
-		resp, err := nodev1.NewAgentServiceClient(cc).PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Command: s.command(c), Uid: uid})
+		resp, err := nodev1.NewAgentServiceClient(cc).PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Command: s.command(c), Uid: uid, IfUnusedFor: unusedFor(ifUnusedFor)})
 		if err != nil {
 			return err
 		}
@@ -216,6 +225,20 @@ func (p *Pool) PauseSandbox(ctx context.Context, node string, c operations.Comma
 func (p *Pool) ResumeSandbox(ctx context.Context, node string, c operations.Command, uid string) (o operations.Observation, err error) {
 	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
 		resp, err := nodev1.NewAgentServiceClient(cc).ResumeSandbox(ctx, &nodev1.ResumeSandboxRequest{Command: s.command(c), Uid: uid})
+		if err != nil {
+			return err
+		}
+		o, err = Observation(resp.GetSandbox())
+		return err
+	})
+	o.Session = epoch
+	return o, err
+}
+
+// HibernateSandbox returns when the sandbox is on the node's disk alone.
+func (p *Pool) HibernateSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (o operations.Observation, err error) {
+	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
+		resp, err := nodev1.NewAgentServiceClient(cc).HibernateSandbox(ctx, &nodev1.HibernateSandboxRequest{Command: s.command(c), Uid: uid, IfUnusedFor: unusedFor(ifUnusedFor)})
 		if err != nil {
 			return err
 		}

@@ -58,6 +58,12 @@ func pause(u string) run {
 	}
 }
 
+func hibernate(u string) run {
+	return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {
+		return e.HibernateSandbox(ctx, c, operations.Turn{UID: u})
+	}
+}
+
 func resume(u string) run {
 	return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {
 		return e.ResumeSandbox(ctx, c, operations.Turn{UID: u})
@@ -92,6 +98,19 @@ func scenes() []scene {
 		{name: "pause", setUp: func(t *testing.T, e *term) run { return pause(madeSandbox(t, e, madeVolume(t, e, "data"))) }},
 		{name: "pause fails", want: errs.GuestSilent, fail: refuse("pause", errs.GuestSilent),
 			setUp: func(t *testing.T, e *term) run { return pause(madeSandbox(t, e)) }},
+		{name: "hibernate", setUp: func(t *testing.T, e *term) run { return hibernate(madeSandbox(t, e, madeVolume(t, e, "data"))) }},
+		{name: "hibernate fails", want: errs.DiskFull, fail: refuse("hibernate", errs.DiskFull),
+			setUp: func(t *testing.T, e *term) run { return hibernate(madeSandbox(t, e)) }},
+		{name: "resume from the disk", setUp: func(t *testing.T, e *term) run {
+			u := madeSandbox(t, e)
+			must(hibernate(u)(context.Background(), e, call("")))(t)
+			return resume(u)
+		}},
+		{name: "resume from the disk fails", want: errs.ArtefactDamaged, fail: refuse("resume", errs.ArtefactDamaged), setUp: func(t *testing.T, e *term) run {
+			u := madeSandbox(t, e)
+			must(hibernate(u)(context.Background(), e, call("")))(t)
+			return resume(u)
+		}},
 		{name: "resume", setUp: func(t *testing.T, e *term) run {
 			u := madeSandbox(t, e)
 			must(pause(u)(context.Background(), e, call("")))(t)

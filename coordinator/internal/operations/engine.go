@@ -85,6 +85,8 @@ type Engine struct {
 	tasks    map[catalog.Key]*task
 	starting map[string]*flight                // by sandbox uid: starts and restores in flight
 	placed   map[string]map[string]reservation // by node, by sandbox uid
+	timers   map[string]*timer                 // by sandbox uid: those that have one
+	used     map[string]time.Time              // by sandbox uid: as nodes told in this term
 }
 
 type reservation struct{ placement.Resources }
@@ -109,7 +111,7 @@ var errInterrupted = errors.New("the sandbox is being deleted")
 // the reason that leadership was lost.
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	cfg.defaults()
-	e := &Engine{cfg: cfg, log: cfg.Log, tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation)}
+	e := &Engine{cfg: cfg, log: cfg.Log, tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time)}
 	e.ctx, e.cancel = context.WithCancelCause(ctx)
 	pending, err := e.load(ctx)
 	if err != nil {
@@ -120,6 +122,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		e.launch(op, nil)
 	}
 	e.wg.Go(e.sweep)
+	e.wg.Go(e.tick)
 	return e, nil
 }
 
@@ -241,7 +244,7 @@ func (e *Engine) step(ctx context.Context, t *task) error {
 		return e.driveDelete(ctx, t, e.volumeAbsent)
 	case KindCheckpointSandbox:
 		return e.driveCheckpoint(ctx, t)
-	case KindPauseSandbox, KindResumeSandbox:
+	case KindPauseSandbox, KindHibernateSandbox, KindResumeSandbox:
 		return e.driveTurn(ctx, t)
 	case KindCreateVolume:
 		return e.driveVolume(ctx, t)

@@ -19,6 +19,7 @@ import (
 func (e *Engine) account(sb *records.Sandbox) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.clock(sb)
 	e.unplace(sb.UID)
 	if sb.Status.Node != "" && sb.Status.Phase.OnNode() {
 		e.reserve(sb.Status.Node, sb.UID, request(sb))
@@ -28,6 +29,8 @@ func (e *Engine) account(sb *records.Sandbox) {
 func (e *Engine) forget(uid string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	delete(e.timers, uid)
+	delete(e.used, uid)
 	e.unplace(uid)
 }
 

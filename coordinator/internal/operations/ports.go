@@ -60,11 +60,18 @@ type Agents interface {
 	RestoreSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox) (Observation, error)
 	DeleteSandbox(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)
 	CheckpointSandbox(ctx context.Context, node string, c Command, uid, snapshotUID string) (snapshot.Status, fence.Epoch, error)
-	PauseSandbox(ctx context.Context, node string, c Command, uid string) (Observation, error)
+	PauseSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)
+	HibernateSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)
 	ResumeSandbox(ctx context.Context, node string, c Command, uid string) (Observation, error)
 	DeleteSnapshot(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)
 	CreateVolume(ctx context.Context, node string, c Command, uid string, sizeLimit int64, sourceUID, freezeSandboxUID string) (usage int64, session fence.Epoch, err error)
 	DeleteVolume(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)
+}
+
+// Use is when a sandbox was last used, as time gone since.
+type Use struct {
+	UID       string
+	UnusedFor time.Duration
 }
 
 // Nodes are what placement chooses from.

@@ -1,7 +1,11 @@
 package operations
 
-import "github.com/dormouse-run/dormouse/pkg/sandbox"
-import "github.com/dormouse-run/dormouse/pkg/volume"
+import (
+	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/volume"
+)
 
 // Call is who asks.
 type Call struct {
@@ -64,9 +68,22 @@ type ForkSandbox struct {
 	Volumes     []Binding         `json:"volumes,omitempty"`
 }
 
+// UpdateSandbox is a request. What is nil stays as it is.
+type UpdateSandbox struct {
+	UID        string              `json:"uid"`
+	IfRevision uint64              `json:"if_revision,omitempty"`
+	Labels     *map[string]string  `json:"labels,omitempty"`
+	Lifetime   *time.Duration      `json:"lifetime,omitempty"`
+	WakeOnUse  *bool               `json:"wake_on_use,omitempty"`
+	Idle       *time.Duration      `json:"idle_timeout,omitempty"`
+	OnIdle     *sandbox.IdleAction `json:"on_idle,omitempty"`
+}
+
 // Turn is a request to change the phase of a sandbox.
 type Turn struct {
 	UID string `json:"uid"`
+	// IfUnusedFor has it done only if the sandbox was not used for so long.
+	IfUnusedFor time.Duration `json:"if_unused_for,omitempty"`
 }
 
 // CreateVolume is a request.

@@ -24,6 +24,8 @@ type writes struct {
 	placed string
 	// complete ends the operation in the accepting commit itself.
 	complete bool
+	// result, if given, fills the result of an operation that is complete.
+	result func(*Result)
 }
 
 // submit accepts the request, or joins the operation that was accepted under its id, and waits for its end.
@@ -83,7 +85,7 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 		}
 		var put catalog.Put
 		if w.complete {
-			put, err = e.ended(&op, nil, nil)
+			put, err = e.ended(&op, nil, w.result)
 		} else {
 			put, err = op.put()
 		}

@@ -2,9 +2,11 @@ package operations
 
 import (
 	"context"
+	"encoding/json"
 	"slices"
 	"strings"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -21,9 +23,16 @@ func (e *Engine) PauseSandbox(ctx context.Context, c Call, req Turn) (*Operation
 	return e.turn(ctx, c, KindPauseSandbox, req, sandbox.Running, sandbox.Paused, sandbox.Resuming)
 }
 
-// ResumeSandbox makes a paused sandbox run. Resuming a running one succeeds.
+// HibernateSandbox has the node keep a sandbox on its disk alone. Hibernating a hibernated one succeeds. When it fails, the sandbox is as
+// it was.
+func (e *Engine) HibernateSandbox(ctx context.Context, c Call, req Turn) (*Operation, error) {
+	return e.turn(ctx, c, KindHibernateSandbox, req, sandbox.Running, sandbox.Paused, sandbox.Hibernating, sandbox.Hibernated)
+}
+
+// ResumeSandbox makes a paused or hibernated sandbox run. Resuming a running one succeeds. A hibernated one needs room on its node again;
+// without it, or when it cannot be restored, it stays Hibernated.
 func (e *Engine) ResumeSandbox(ctx context.Context, c Call, req Turn) (*Operation, error) {
-	return e.turn(ctx, c, KindResumeSandbox, req, sandbox.Paused, sandbox.Running, sandbox.Resuming)
+	return e.turn(ctx, c, KindResumeSandbox, req, sandbox.Paused, sandbox.Running, sandbox.Hibernating, sandbox.Hibernated, sandbox.Resuming)
 }
 
 // turn accepts an operation for a sandbox in one of the phases; the first is named to who asks in another.
@@ -50,14 +59,67 @@ func (e *Engine) driveTurn(ctx context.Context, t *task) error {
 	if err != nil {
 		return err
 	}
-	obs, err := e.askTurn(ctx, t, sb)
-	if env, ok := isFinal(err); ok {
-		return e.finish(ctx, t, env, nil)
+	if t.op.Kind == KindResumeSandbox && sb.Status.Phase == sandbox.Hibernated {
+		if err := e.makeRoom(ctx, t, sb); err != nil {
+			return e.failedTurn(ctx, t, err)
+		}
 	}
+	obs, err := e.askTurn(ctx, t, sb)
+	if err != nil {
+		return e.failedTurn(ctx, t, err)
+	}
+	return e.recordTurn(ctx, t, sb.Status.Node, obs)
+}
+
+// makeRoom reserves what a hibernated sandbox needs when it runs again, on the node that has it, and commits Resuming before the node is
+// told.
+func (e *Engine) makeRoom(ctx context.Context, t *task, sb *records.Sandbox) error {
+	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Node: sb.Status.Node, Returns: true}
+	if _, err := e.place(ctx, sb.UID, req, t.op.Created, nil); err != nil {
+		return err
+	}
+	committed, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
+		if sb.Status.Phase != sandbox.Hibernated || !e.move(sb, sandbox.Resuming, "", "") {
+			return nil, errNothing
+		}
+		return nil, nil
+	})
+	if err != nil || committed == nil {
+		e.resync(ctx, sb.Tenant, sb.UID)
+	}
+	return err
+}
+
+// failedTurn ends the operation with an error that is final; any other is the caller's. What was to be restored is Hibernated again.
+func (e *Engine) failedTurn(ctx context.Context, t *task, failure error) error {
+	env, ok := isFinal(failure)
+	if !ok {
+		return failure
+	}
+	_, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+		op, err := e.operation(ctx, r, t)
+		if err != nil {
+			return catalog.Commit{}, err
+		}
+		var p puts
+		sb, err := e.sandbox(ctx, r, op.Tenant, op.Plan.Target)
+		if err != nil && !errs.Has(err, errs.ObjectNotFound) {
+			return catalog.Commit{}, err
+		}
+		if err == nil && op.Kind == KindResumeSandbox && sb.Status.Phase == sandbox.Resuming && e.move(sb, sandbox.Hibernated, "", "") {
+			p.add(sb.Put())
+		}
+		if err == nil {
+			p.add(e.event(records.SandboxKey(op.Tenant, op.Plan.Target), strings.TrimSuffix(string(op.Kind), "Sandbox")+"Failed", env.Message, true))
+		}
+		p.add(e.ended(op, env, nil))
+		return catalog.Commit{Puts: p.all}, p.err
+	})
 	if err != nil {
 		return err
 	}
-	return e.recordTurn(ctx, t, sb.Status.Node, obs)
+	e.resync(ctx, t.op.Tenant, t.op.Plan.Target)
+	return e.reload(ctx, t)
 }
 
 func goneMeanwhile(u string) error {
@@ -66,16 +128,26 @@ func goneMeanwhile(u string) error {
 }
 
 func (e *Engine) askTurn(ctx context.Context, t *task, sb *records.Sandbox) (obs Observation, err error) {
-	node := sb.Status.Node
-	if t.op.Kind == KindPauseSandbox {
-		err = e.call(ctx, t, node, "pause:"+sb.UID, func(ctx context.Context, c Command) (err error) {
-			obs, err = e.cfg.Agents.PauseSandbox(ctx, node, c, sb.UID)
-			return err
-		})
-		return obs, err
+	var req Turn
+	if err := json.Unmarshal(t.op.Request, &req); err != nil {
+		return obs, finally(errs.Wrap(err, errs.InternalError, "read the request of operation %s", t.op.ID))
 	}
-	err = e.call(ctx, t, node, "resume:"+sb.UID, func(ctx context.Context, c Command) (err error) {
-		obs, err = e.cfg.Agents.ResumeSandbox(ctx, node, c, sb.UID)
+	node, step := sb.Status.Node, "resume:"+sb.UID
+	ask := func(ctx context.Context, c Command) (Observation, error) {
+		return e.cfg.Agents.ResumeSandbox(ctx, node, c, sb.UID)
+	}
+	switch t.op.Kind {
+	case KindPauseSandbox:
+		step, ask = "pause:"+sb.UID, func(ctx context.Context, c Command) (Observation, error) {
+			return e.cfg.Agents.PauseSandbox(ctx, node, c, sb.UID, req.IfUnusedFor)
+		}
+	case KindHibernateSandbox:
+		step, ask = "hibernate:"+sb.UID, func(ctx context.Context, c Command) (Observation, error) {
+			return e.cfg.Agents.HibernateSandbox(ctx, node, c, sb.UID, req.IfUnusedFor)
+		}
+	}
+	err = e.call(ctx, t, node, step, func(ctx context.Context, c Command) (err error) {
+		obs, err = ask(ctx, c)
 		return err
 	})
 	return obs, err

@@ -69,3 +69,36 @@ func TestATurnThatIsOvertaken(t *testing.T) {
 		t.Fatalf("answered %s, recorded %s", got, w.phase(u))
 	}
 }
+
+// What is hibernated takes no room, keeps its volumes, and needs room again to come back: without it, it stays hibernated. A cordon
+// does not keep it away, and it can be deleted as it is.
+func TestAHibernatedSandboxTakesNoRoom(t *testing.T) {
+	w := newWorld(t)
+	w.nodes.all[0].Allocatable.MemoryBytes = 600 << 20 // of requests of 32 MiB and limits of 512
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	vol := madeVolume(t, e, "data")
+	u := madeSandbox(t, e, vol)
+	must(hibernate(u)(ctx, e, call("")))(t)
+	w.agree(e)
+	_, err := e.DeleteVolume(ctx, call(""), operations.Delete{UID: vol})
+	wantReason(t, err, errs.AlreadyAttached)
+
+	w.nodes.all[0].Allocatable.CPUMillis = 100 // room for one
+	other := madeSandbox(t, e)
+	_, err = resume(u)(ctx, e, call(""))
+	wantReason(t, err, errs.NoNodeFits)
+	if got := w.phase(u); got != sandbox.Hibernated {
+		t.Fatalf("recorded %s", got)
+	}
+	w.agree(e)
+	must(e.DeleteSandbox(ctx, call(""), operations.Delete{UID: other}))(t)
+	w.nodes.Cordon("n1", true)
+	must(resume(u)(ctx, e, call("")))(t)
+	w.agree(e)
+	must(hibernate(u)(ctx, e, call("")))(t)
+	must(e.DeleteSandbox(ctx, call(""), operations.Delete{UID: u}))(t)
+	w.agree(e)
+	must(e.DeleteVolume(ctx, call(""), operations.Delete{UID: vol}))(t)
+}

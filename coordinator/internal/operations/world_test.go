@@ -50,7 +50,7 @@ func newWorld(t *testing.T) *world { return newWorldOn(t, memory.New(memory.Opti
 // newWorldOn has its catalog in a store, which it closes.
 func newWorldOn(t *testing.T, store catalog.Store) *world {
 	w := &world{t: t, store: store, down: make(chan struct{}), gone: make(chan struct{})}
-	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, paused: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
+	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, paused: map[string]bool{}, asleep: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
 	w.nodes = &fakeNodes{all: []placement.Node{{Name: "n1", Online: true, Allocatable: placement.Resources{CPUMillis: 100_000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40}}}}
 	t.Cleanup(func() {
 		if err := w.store.Close(); err != nil {
@@ -165,6 +165,7 @@ type fakeNode struct {
 	snapshots map[string]bool
 	volumes   map[string]bool
 	paused    map[string]bool
+	asleep    map[string]bool
 	answers   map[string]answer
 	calls     []string
 	fail      func(verb, uid string) error // a final answer of the node
@@ -211,8 +212,11 @@ func (n *fakeNode) do(ctx context.Context, c operations.Command, verb, u string,
 	}
 	n.number++
 	phase := sandbox.Running
-	if n.paused[u] {
+	switch {
+	case n.paused[u]:
 		phase = sandbox.Paused
+	case n.asleep[u]:
+		phase = sandbox.Hibernated
 	}
 	a.obs = operations.Observation{UID: u, Tenant: c.Tenant, Phase: phase, ImageDigest: "sha256:image", Number: n.number, Session: n.epoch}
 	n.answers[c.ID] = a
@@ -273,13 +277,24 @@ func (a crashingAgents) CheckpointSandbox(ctx context.Context, _ string, c opera
 	return snapshot.Status{SizeBytes: 7, ImageDigest: "sha256:image", Freeze: 5 * time.Millisecond}, e, err
 }
 
-func (a crashingAgents) PauseSandbox(ctx context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
+func (a crashingAgents) PauseSandbox(ctx context.Context, _ string, c operations.Command, u string, _ time.Duration) (operations.Observation, error) {
 	got, _, err := a.do(ctx, c, "pause", u, func() { a.n.paused[u] = true })
 	return got.obs, err
 }
 
+func (a crashingAgents) HibernateSandbox(ctx context.Context, _ string, c operations.Command, u string, _ time.Duration) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "hibernate", u, func() {
+		delete(a.n.paused, u)
+		a.n.asleep[u] = true
+	})
+	return got.obs, err
+}
+
 func (a crashingAgents) ResumeSandbox(ctx context.Context, _ string, c operations.Command, u string) (operations.Observation, error) {
-	got, _, err := a.do(ctx, c, "resume", u, func() { delete(a.n.paused, u) })
+	got, _, err := a.do(ctx, c, "resume", u, func() {
+		delete(a.n.paused, u)
+		delete(a.n.asleep, u)
+	})
 	return got.obs, err
 }
 
@@ -310,7 +325,13 @@ func (w *world) agree(t *term) {
 		present func(catalog.Record) bool
 	}{
 		{catalog.KindSandbox, w.node.sandboxes, func(r catalog.Record) bool {
-			return r.Phase == string(sandbox.Running) && !w.node.paused[r.UID] || r.Phase == string(sandbox.Paused) && w.node.paused[r.UID]
+			switch sandbox.Phase(r.Phase) {
+			case sandbox.Running:
+				return !w.node.paused[r.UID] && !w.node.asleep[r.UID]
+			case sandbox.Paused:
+				return w.node.paused[r.UID]
+			}
+			return r.Phase == string(sandbox.Hibernated) && w.node.asleep[r.UID]
 		}},
 		{catalog.KindSnapshot, w.node.snapshots, func(r catalog.Record) bool { return r.Phase == string(snapshot.Ready) }},
 		{catalog.KindVolume, w.node.volumes, func(r catalog.Record) bool { return r.Phase == "Ready" }},
@@ -332,7 +353,7 @@ func (w *world) agree(t *term) {
 			w.t.Errorf("%s: recorded %v, on the node %v", c.kind, recorded, there)
 		}
 		if c.kind == catalog.KindSandbox {
-			running = recorded
+			running = slices.DeleteFunc(recorded, func(u string) bool { return w.node.asleep[u] }) // what is hibernated takes no room
 		}
 	}
 	if got := t.PlacedUIDs("n1"); !slices.Equal(got, running) {

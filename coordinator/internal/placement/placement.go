@@ -68,6 +68,8 @@ type Request struct {
 	Volumes map[string]string
 	// Node is the only one allowed, or "".
 	Node string
+	// Returns: it lives on Node already, and only its resources were given back: a cordon or other labels do not keep it away.
+	Returns bool
 }
 
 // NoFit says, for each node, why it does not fit.
@@ -164,11 +166,11 @@ func lasting(n Node, r Request) string {
 			return fmt.Sprintf("volume %s is on %s", uid, at)
 		}
 	}
-	if n.Cordoned {
+	if n.Cordoned && !r.Returns {
 		return "it is cordoned"
 	}
 	for _, k := range slices.Sorted(maps.Keys(r.Selector)) {
-		if v, ok := n.Labels[k]; !ok || v != r.Selector[k] {
+		if v, ok := n.Labels[k]; !r.Returns && (!ok || v != r.Selector[k]) {
 			return fmt.Sprintf("it has no label %s=%s", k, r.Selector[k])
 		}
 	}

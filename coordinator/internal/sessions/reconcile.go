@@ -85,7 +85,7 @@ func (r *Registry) compareOne(s *session, sb *records.Sandbox, there *nodev1.San
 		return s.term.work.Observe(s.ctx, s.node, o)
 	}
 	switch sb.Status.Phase {
-	case sandbox.Running, sandbox.Paused, sandbox.Hibernating, sandbox.Resuming:
+	case sandbox.Running, sandbox.Paused, sandbox.Hibernating, sandbox.Hibernated, sandbox.Resuming:
 		s.log.Error("the node came back without a sandbox", "sandbox", sb.UID, "phase", sb.Status.Phase)
 		return s.term.work.Lost(s.ctx, s.node, s.epoch, sb.Tenant, sb.UID, sb.Revision)
 	}

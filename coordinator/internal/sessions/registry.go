@@ -52,6 +52,7 @@ type Work interface {
 	Orphaned(ctx context.Context, key catalog.Key) (bool, error)
 	DropOrphan(ctx context.Context, node string, key catalog.Key) (fence.Epoch, error)
 	Placed(node string) placement.Resources
+	Used(node string, uses []operations.Use)
 }
 
 // Store opens sessions and reads records.

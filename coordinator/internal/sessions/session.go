@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -129,6 +130,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 		log: r.cfg.Log.With("node", h.GetNode(), "session", uint64(epoch), "epoch", uint64(t.epoch))}
 	s.ctx, s.cancel = context.WithCancelCause(t.ctx)
 	s.alive()
+	t.work.Used(s.node, uses(h.GetUses()))
 	if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_Welcome{Welcome: &nodev1.Welcome{
 		SessionEpoch: uint64(epoch), CoordinatorEpoch: uint64(t.epoch), HeartbeatInterval: durationpb.New(r.cfg.Heartbeat)}}}); err != nil {
 		s.cancel(err)
@@ -274,7 +276,17 @@ func (s *session) alive() {
 	s.beat.Store(&now)
 }
 
+// uses reads what a node tells of the use of its sandboxes.
+func uses(all []*nodev1.SandboxUse) []operations.Use {
+	out := make([]operations.Use, 0, len(all))
+	for _, u := range all {
+		out = append(out, operations.Use{UID: u.GetUid(), UnusedFor: max(u.GetUnusedFor().AsDuration(), 0)})
+	}
+	return out
+}
+
 func (r *Registry) heartbeat(s *session, h *nodev1.Heartbeat) {
+	s.term.work.Used(s.node, uses(h.GetUses()))
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	n := r.nodes[s.node]

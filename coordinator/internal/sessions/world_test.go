@@ -321,11 +321,15 @@ func (a *agents) CheckpointSandbox(context.Context, string, operations.Command, 
 	return snapshot.Status{SizeBytes: 7}, a.session(), nil
 }
 
-func (a *agents) PauseSandbox(context.Context, string, operations.Command, string) (operations.Observation, error) {
+func (a *agents) PauseSandbox(context.Context, string, operations.Command, string, time.Duration) (operations.Observation, error) {
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
 
 func (a *agents) ResumeSandbox(context.Context, string, operations.Command, string) (operations.Observation, error) {
+	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
+}
+
+func (a *agents) HibernateSandbox(context.Context, string, operations.Command, string, time.Duration) (operations.Observation, error) {
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
 

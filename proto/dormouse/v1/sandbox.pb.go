@@ -10,6 +10,7 @@ import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
+	fieldmaskpb "google.golang.org/protobuf/types/known/fieldmaskpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -155,6 +156,60 @@ func (NetworkMode) EnumDescriptor() ([]byte, []int) {
 	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{1}
 }
 
+// IdleAction is what happens to a sandbox that is not used.
+type IdleAction int32
+
+const (
+	// The same as PAUSE.
+	IdleAction_IDLE_ACTION_UNSPECIFIED IdleAction = 0
+	IdleAction_IDLE_ACTION_PAUSE       IdleAction = 1
+	IdleAction_IDLE_ACTION_HIBERNATE   IdleAction = 2
+	IdleAction_IDLE_ACTION_DELETE      IdleAction = 3
+)
+
+// Enum value maps for IdleAction.
+var (
+	IdleAction_name = map[int32]string{
+		0: "IDLE_ACTION_UNSPECIFIED",
+		1: "IDLE_ACTION_PAUSE",
+		2: "IDLE_ACTION_HIBERNATE",
+		3: "IDLE_ACTION_DELETE",
+	}
+	IdleAction_value = map[string]int32{
+		"IDLE_ACTION_UNSPECIFIED": 0,
+		"IDLE_ACTION_PAUSE":       1,
+		"IDLE_ACTION_HIBERNATE":   2,
+		"IDLE_ACTION_DELETE":      3,
+	}
+)
+
+func (x IdleAction) Enum() *IdleAction {
+	p := new(IdleAction)
+	*p = x
+	return p
+}
+
+func (x IdleAction) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (IdleAction) Descriptor() protoreflect.EnumDescriptor {
+	return file_dormouse_v1_sandbox_proto_enumTypes[2].Descriptor()
+}
+
+func (IdleAction) Type() protoreflect.EnumType {
+	return &file_dormouse_v1_sandbox_proto_enumTypes[2]
+}
+
+func (x IdleAction) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use IdleAction.Descriptor instead.
+func (IdleAction) EnumDescriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{2}
+}
+
 // VolumePolicy says what a restore does with a volume of the snapshot.
 type VolumePolicy int32
 
@@ -196,11 +251,11 @@ func (x VolumePolicy) String() string {
 }
 
 func (VolumePolicy) Descriptor() protoreflect.EnumDescriptor {
-	return file_dormouse_v1_sandbox_proto_enumTypes[2].Descriptor()
+	return file_dormouse_v1_sandbox_proto_enumTypes[3].Descriptor()
 }
 
 func (VolumePolicy) Type() protoreflect.EnumType {
-	return &file_dormouse_v1_sandbox_proto_enumTypes[2]
+	return &file_dormouse_v1_sandbox_proto_enumTypes[3]
 }
 
 func (x VolumePolicy) Number() protoreflect.EnumNumber {
@@ -209,7 +264,7 @@ func (x VolumePolicy) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use VolumePolicy.Descriptor instead.
 func (VolumePolicy) EnumDescriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{2}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{3}
 }
 
 // Resources of a sandbox. Zero takes the node's default.
@@ -376,8 +431,16 @@ type SandboxSpec struct {
 	// Empty takes the node's default: runsc.
 	RuntimeClass string `protobuf:"bytes,10,opt,name=runtime_class,json=runtimeClass,proto3" json:"runtime_class,omitempty"`
 	// Labels that the node must have.
-	NodeSelector  map[string]string `protobuf:"bytes,11,rep,name=node_selector,json=nodeSelector,proto3" json:"node_selector,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Hostname      string            `protobuf:"bytes,12,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	NodeSelector map[string]string `protobuf:"bytes,11,rep,name=node_selector,json=nodeSelector,proto3" json:"node_selector,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Hostname     string            `protobuf:"bytes,12,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	// What on_idle says happens after the sandbox was not used for so long; unset: never. At least a second. It is used while a call
+	// into it (processes, files, ports) goes on or a stream is attached, and when it takes more than 2 % of a core.
+	IdleTimeout *durationpb.Duration `protobuf:"bytes,20,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
+	OnIdle      IdleAction           `protobuf:"varint,21,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
+	// The sandbox is deleted this long after its creation; unset: never. At least a second.
+	Lifetime *durationpb.Duration `protobuf:"bytes,22,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	// Use of its processes, files or ports resumes a paused or hibernated sandbox first; otherwise it is refused with SANDBOX_PAUSED.
+	WakeOnUse     bool `protobuf:"varint,23,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -494,6 +557,34 @@ func (x *SandboxSpec) GetHostname() string {
 		return x.Hostname
 	}
 	return ""
+}
+
+func (x *SandboxSpec) GetIdleTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.IdleTimeout
+	}
+	return nil
+}
+
+func (x *SandboxSpec) GetOnIdle() IdleAction {
+	if x != nil {
+		return x.OnIdle
+	}
+	return IdleAction_IDLE_ACTION_UNSPECIFIED
+}
+
+func (x *SandboxSpec) GetLifetime() *durationpb.Duration {
+	if x != nil {
+		return x.Lifetime
+	}
+	return nil
+}
+
+func (x *SandboxSpec) GetWakeOnUse() bool {
+	if x != nil {
+		return x.WakeOnUse
+	}
+	return false
 }
 
 // SandboxStatus is what is observed.
@@ -922,6 +1013,170 @@ func (x *GetSandboxResponse) GetSandbox() *Sandbox {
 	return nil
 }
 
+type UpdateSandboxRequest struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	OperationId string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	Uid         string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// The revision that the sandbox was read at: CONFLICT / STALE_REVISION if it is another by now. 0 is any. REST also
+	// takes it from the header If-Match.
+	IfRevision uint64 `protobuf:"varint,3,opt,name=if_revision,json=ifRevision,proto3" json:"if_revision,omitempty"`
+	// Which of the following are set, by name; what is named and empty is cleared.
+	UpdateMask *fieldmaskpb.FieldMask `protobuf:"bytes,4,opt,name=update_mask,json=updateMask,proto3" json:"update_mask,omitempty"`
+	// Replaces all labels.
+	Labels        map[string]string    `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Lifetime      *durationpb.Duration `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	WakeOnUse     bool                 `protobuf:"varint,7,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
+	IdleTimeout   *durationpb.Duration `protobuf:"bytes,8,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
+	OnIdle        IdleAction           `protobuf:"varint,9,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateSandboxRequest) Reset() {
+	*x = UpdateSandboxRequest{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateSandboxRequest) ProtoMessage() {}
+
+func (x *UpdateSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateSandboxRequest.ProtoReflect.Descriptor instead.
+func (*UpdateSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *UpdateSandboxRequest) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+func (x *UpdateSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *UpdateSandboxRequest) GetIfRevision() uint64 {
+	if x != nil {
+		return x.IfRevision
+	}
+	return 0
+}
+
+func (x *UpdateSandboxRequest) GetUpdateMask() *fieldmaskpb.FieldMask {
+	if x != nil {
+		return x.UpdateMask
+	}
+	return nil
+}
+
+func (x *UpdateSandboxRequest) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *UpdateSandboxRequest) GetLifetime() *durationpb.Duration {
+	if x != nil {
+		return x.Lifetime
+	}
+	return nil
+}
+
+func (x *UpdateSandboxRequest) GetWakeOnUse() bool {
+	if x != nil {
+		return x.WakeOnUse
+	}
+	return false
+}
+
+func (x *UpdateSandboxRequest) GetIdleTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.IdleTimeout
+	}
+	return nil
+}
+
+func (x *UpdateSandboxRequest) GetOnIdle() IdleAction {
+	if x != nil {
+		return x.OnIdle
+	}
+	return IdleAction_IDLE_ACTION_UNSPECIFIED
+}
+
+type UpdateSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	OperationId   string                 `protobuf:"bytes,2,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateSandboxResponse) Reset() {
+	*x = UpdateSandboxResponse{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateSandboxResponse) ProtoMessage() {}
+
+func (x *UpdateSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateSandboxResponse.ProtoReflect.Descriptor instead.
+func (*UpdateSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *UpdateSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *UpdateSandboxResponse) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
 type ListSandboxesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 1 to 500; 0 means 100.
@@ -939,7 +1194,7 @@ type ListSandboxesRequest struct {
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -951,7 +1206,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -964,7 +1219,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{9}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListSandboxesRequest) GetPageSize() int32 {
@@ -1021,7 +1276,7 @@ type ListSandboxesResponse struct {
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1033,7 +1288,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1046,7 +1301,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{10}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -1080,7 +1335,7 @@ type DeleteSandboxRequest struct {
 
 func (x *DeleteSandboxRequest) Reset() {
 	*x = DeleteSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1092,7 +1347,7 @@ func (x *DeleteSandboxRequest) String() string {
 func (*DeleteSandboxRequest) ProtoMessage() {}
 
 func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1105,7 +1360,7 @@ func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{11}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DeleteSandboxRequest) GetOperationId() string {
@@ -1131,7 +1386,7 @@ type DeleteSandboxResponse struct {
 
 func (x *DeleteSandboxResponse) Reset() {
 	*x = DeleteSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1143,7 +1398,7 @@ func (x *DeleteSandboxResponse) String() string {
 func (*DeleteSandboxResponse) ProtoMessage() {}
 
 func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1156,7 +1411,7 @@ func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *DeleteSandboxResponse) GetOperationId() string {
@@ -1178,7 +1433,7 @@ type WatchSandboxesRequest struct {
 
 func (x *WatchSandboxesRequest) Reset() {
 	*x = WatchSandboxesRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1190,7 +1445,7 @@ func (x *WatchSandboxesRequest) String() string {
 func (*WatchSandboxesRequest) ProtoMessage() {}
 
 func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1203,7 +1458,7 @@ func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{13}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *WatchSandboxesRequest) GetAfterSequence() uint64 {
@@ -1233,7 +1488,7 @@ type WatchSandboxesResponse struct {
 
 func (x *WatchSandboxesResponse) Reset() {
 	*x = WatchSandboxesResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1245,7 +1500,7 @@ func (x *WatchSandboxesResponse) String() string {
 func (*WatchSandboxesResponse) ProtoMessage() {}
 
 func (x *WatchSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1258,7 +1513,7 @@ func (x *WatchSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *WatchSandboxesResponse) GetSequence() uint64 {
@@ -1301,7 +1556,7 @@ type CheckpointSandboxRequest struct {
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1313,7 +1568,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1326,7 +1581,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CheckpointSandboxRequest) GetOperationId() string {
@@ -1367,7 +1622,7 @@ type CheckpointSandboxResponse struct {
 
 func (x *CheckpointSandboxResponse) Reset() {
 	*x = CheckpointSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1379,7 +1634,7 @@ func (x *CheckpointSandboxResponse) String() string {
 func (*CheckpointSandboxResponse) ProtoMessage() {}
 
 func (x *CheckpointSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1392,7 +1647,7 @@ func (x *CheckpointSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxResponse.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CheckpointSandboxResponse) GetSnapshot() *Snapshot {
@@ -1421,7 +1676,7 @@ type VolumeBinding struct {
 
 func (x *VolumeBinding) Reset() {
 	*x = VolumeBinding{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1433,7 +1688,7 @@ func (x *VolumeBinding) String() string {
 func (*VolumeBinding) ProtoMessage() {}
 
 func (x *VolumeBinding) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1446,7 +1701,7 @@ func (x *VolumeBinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeBinding.ProtoReflect.Descriptor instead.
 func (*VolumeBinding) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *VolumeBinding) GetPath() string {
@@ -1484,7 +1739,7 @@ type RestoreSandboxRequest struct {
 
 func (x *RestoreSandboxRequest) Reset() {
 	*x = RestoreSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1751,7 @@ func (x *RestoreSandboxRequest) String() string {
 func (*RestoreSandboxRequest) ProtoMessage() {}
 
 func (x *RestoreSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1764,7 @@ func (x *RestoreSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSandboxRequest.ProtoReflect.Descriptor instead.
 func (*RestoreSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RestoreSandboxRequest) GetOperationId() string {
@@ -1557,7 +1812,7 @@ type RestoreSandboxResponse struct {
 
 func (x *RestoreSandboxResponse) Reset() {
 	*x = RestoreSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1569,7 +1824,7 @@ func (x *RestoreSandboxResponse) String() string {
 func (*RestoreSandboxResponse) ProtoMessage() {}
 
 func (x *RestoreSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1582,7 +1837,7 @@ func (x *RestoreSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSandboxResponse.ProtoReflect.Descriptor instead.
 func (*RestoreSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RestoreSandboxResponse) GetSandbox() *Sandbox {
@@ -1617,7 +1872,7 @@ type ForkSandboxRequest struct {
 
 func (x *ForkSandboxRequest) Reset() {
 	*x = ForkSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1629,7 +1884,7 @@ func (x *ForkSandboxRequest) String() string {
 func (*ForkSandboxRequest) ProtoMessage() {}
 
 func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1642,7 +1897,7 @@ func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ForkSandboxRequest) GetOperationId() string {
@@ -1706,7 +1961,7 @@ type ForkSandboxResponse struct {
 
 func (x *ForkSandboxResponse) Reset() {
 	*x = ForkSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1718,7 +1973,7 @@ func (x *ForkSandboxResponse) String() string {
 func (*ForkSandboxResponse) ProtoMessage() {}
 
 func (x *ForkSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1731,7 +1986,7 @@ func (x *ForkSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ForkSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ForkSandboxResponse) GetSandboxes() []*Sandbox {
@@ -1765,7 +2020,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +2032,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +2045,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PauseSandboxRequest) GetOperationId() string {
@@ -1817,7 +2072,7 @@ type PauseSandboxResponse struct {
 
 func (x *PauseSandboxResponse) Reset() {
 	*x = PauseSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1829,7 +2084,7 @@ func (x *PauseSandboxResponse) String() string {
 func (*PauseSandboxResponse) ProtoMessage() {}
 
 func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1842,7 +2097,7 @@ func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
 func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PauseSandboxResponse) GetSandbox() *Sandbox {
@@ -1859,6 +2114,110 @@ func (x *PauseSandboxResponse) GetOperationId() string {
 	return ""
 }
 
+type HibernateSandboxRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	OperationId   string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HibernateSandboxRequest) Reset() {
+	*x = HibernateSandboxRequest{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HibernateSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HibernateSandboxRequest) ProtoMessage() {}
+
+func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
+func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *HibernateSandboxRequest) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+func (x *HibernateSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type HibernateSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	OperationId   string                 `protobuf:"bytes,2,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HibernateSandboxResponse) Reset() {
+	*x = HibernateSandboxResponse{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HibernateSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HibernateSandboxResponse) ProtoMessage() {}
+
+func (x *HibernateSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HibernateSandboxResponse.ProtoReflect.Descriptor instead.
+func (*HibernateSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *HibernateSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *HibernateSandboxResponse) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
 type ResumeSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	OperationId   string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
@@ -1869,7 +2228,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1881,7 +2240,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1894,7 +2253,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ResumeSandboxRequest) GetOperationId() string {
@@ -1921,7 +2280,7 @@ type ResumeSandboxResponse struct {
 
 func (x *ResumeSandboxResponse) Reset() {
 	*x = ResumeSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1933,7 +2292,7 @@ func (x *ResumeSandboxResponse) String() string {
 func (*ResumeSandboxResponse) ProtoMessage() {}
 
 func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1946,7 +2305,7 @@ func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ResumeSandboxResponse) GetSandbox() *Sandbox {
@@ -1967,7 +2326,7 @@ var File_dormouse_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x19dormouse/v1/sandbox.proto\x12\vdormouse.v1\x1a\x16dormouse/v1/meta.proto\x1a\x1adormouse/v1/snapshot.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xed\x01\n" +
+	"\x19dormouse/v1/sandbox.proto\x12\vdormouse.v1\x1a\x16dormouse/v1/meta.proto\x1a\x1adormouse/v1/snapshot.proto\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xed\x01\n" +
 	"\tResources\x12,\n" +
 	"\x12cpu_request_millis\x18\x01 \x01(\x03R\x10cpuRequestMillis\x12(\n" +
 	"\x10cpu_limit_millis\x18\x02 \x01(\x03R\x0ecpuLimitMillis\x120\n" +
@@ -1978,7 +2337,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
 	"volume_uid\x18\x01 \x01(\tR\tvolumeUid\x12\x12\n" +
 	"\x04path\x18\x02 \x01(\tR\x04path\x12\x1b\n" +
-	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xfc\x04\n" +
+	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xc3\x06\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n" +
 	"\acommand\x18\x02 \x03(\tR\acommand\x12*\n" +
@@ -1993,7 +2352,11 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\rruntime_class\x18\n" +
 	" \x01(\tR\fruntimeClass\x12O\n" +
 	"\rnode_selector\x18\v \x03(\v2*.dormouse.v1.SandboxSpec.NodeSelectorEntryR\fnodeSelector\x12\x1a\n" +
-	"\bhostname\x18\f \x01(\tR\bhostname\x1a6\n" +
+	"\bhostname\x18\f \x01(\tR\bhostname\x12<\n" +
+	"\fidle_timeout\x18\x14 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x120\n" +
+	"\aon_idle\x18\x15 \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x125\n" +
+	"\blifetime\x18\x16 \x01(\v2\x19.google.protobuf.DurationR\blifetime\x12\x1e\n" +
+	"\vwake_on_use\x18\x17 \x01(\bR\twakeOnUse\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
@@ -2044,7 +2407,25 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x11GetSandboxRequest\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\"D\n" +
 	"\x12GetSandboxResponse\x12.\n" +
-	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\"\xc3\x01\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\"\xf2\x03\n" +
+	"\x14UpdateSandboxRequest\x12!\n" +
+	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1f\n" +
+	"\vif_revision\x18\x03 \x01(\x04R\n" +
+	"ifRevision\x12;\n" +
+	"\vupdate_mask\x18\x04 \x01(\v2\x1a.google.protobuf.FieldMaskR\n" +
+	"updateMask\x12E\n" +
+	"\x06labels\x18\x05 \x03(\v2-.dormouse.v1.UpdateSandboxRequest.LabelsEntryR\x06labels\x125\n" +
+	"\blifetime\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\blifetime\x12\x1e\n" +
+	"\vwake_on_use\x18\a \x01(\bR\twakeOnUse\x12<\n" +
+	"\fidle_timeout\x18\b \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x120\n" +
+	"\aon_idle\x18\t \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"j\n" +
+	"\x15UpdateSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId\"\xc3\x01\n" +
 	"\x14ListSandboxesRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -2119,6 +2500,12 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"i\n" +
 	"\x14PauseSandboxResponse\x12.\n" +
 	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId\"N\n" +
+	"\x17HibernateSandboxRequest\x12!\n" +
+	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"m\n" +
+	"\x18HibernateSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
 	"\foperation_id\x18\x02 \x01(\tR\voperationId\"K\n" +
 	"\x14ResumeSandboxRequest\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
@@ -2142,23 +2529,31 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\vNetworkMode\x12\x1c\n" +
 	"\x18NETWORK_MODE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11NETWORK_MODE_NONE\x10\x01\x12\x19\n" +
-	"\x15NETWORK_MODE_OUTBOUND\x10\x02*y\n" +
+	"\x15NETWORK_MODE_OUTBOUND\x10\x02*s\n" +
+	"\n" +
+	"IdleAction\x12\x1b\n" +
+	"\x17IDLE_ACTION_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11IDLE_ACTION_PAUSE\x10\x01\x12\x19\n" +
+	"\x15IDLE_ACTION_HIBERNATE\x10\x02\x12\x16\n" +
+	"\x12IDLE_ACTION_DELETE\x10\x03*y\n" +
 	"\fVolumePolicy\x12\x1d\n" +
 	"\x19VOLUME_POLICY_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12VOLUME_POLICY_SAME\x10\x01\x12\x17\n" +
 	"\x13VOLUME_POLICY_CLONE\x10\x02\x12\x19\n" +
-	"\x15VOLUME_POLICY_REPLACE\x10\x032\x82\a\n" +
+	"\x15VOLUME_POLICY_REPLACE\x10\x032\xbb\b\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.dormouse.v1.CreateSandboxRequest\x1a\".dormouse.v1.CreateSandboxResponse\x12M\n" +
 	"\n" +
 	"GetSandbox\x12\x1e.dormouse.v1.GetSandboxRequest\x1a\x1f.dormouse.v1.GetSandboxResponse\x12V\n" +
+	"\rUpdateSandbox\x12!.dormouse.v1.UpdateSandboxRequest\x1a\".dormouse.v1.UpdateSandboxResponse\x12V\n" +
 	"\rListSandboxes\x12!.dormouse.v1.ListSandboxesRequest\x1a\".dormouse.v1.ListSandboxesResponse\x12V\n" +
 	"\rDeleteSandbox\x12!.dormouse.v1.DeleteSandboxRequest\x1a\".dormouse.v1.DeleteSandboxResponse\x12[\n" +
 	"\x0eWatchSandboxes\x12\".dormouse.v1.WatchSandboxesRequest\x1a#.dormouse.v1.WatchSandboxesResponse0\x01\x12b\n" +
 	"\x11CheckpointSandbox\x12%.dormouse.v1.CheckpointSandboxRequest\x1a&.dormouse.v1.CheckpointSandboxResponse\x12Y\n" +
 	"\x0eRestoreSandbox\x12\".dormouse.v1.RestoreSandboxRequest\x1a#.dormouse.v1.RestoreSandboxResponse\x12P\n" +
 	"\vForkSandbox\x12\x1f.dormouse.v1.ForkSandboxRequest\x1a .dormouse.v1.ForkSandboxResponse\x12S\n" +
-	"\fPauseSandbox\x12 .dormouse.v1.PauseSandboxRequest\x1a!.dormouse.v1.PauseSandboxResponse\x12V\n" +
+	"\fPauseSandbox\x12 .dormouse.v1.PauseSandboxRequest\x1a!.dormouse.v1.PauseSandboxResponse\x12_\n" +
+	"\x10HibernateSandbox\x12$.dormouse.v1.HibernateSandboxRequest\x1a%.dormouse.v1.HibernateSandboxResponse\x12V\n" +
 	"\rResumeSandbox\x12!.dormouse.v1.ResumeSandboxRequest\x1a\".dormouse.v1.ResumeSandboxResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
 
 var (
@@ -2173,108 +2568,129 @@ func file_dormouse_v1_sandbox_proto_rawDescGZIP() []byte {
 	return file_dormouse_v1_sandbox_proto_rawDescData
 }
 
-var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
+var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(SandboxPhase)(0),                 // 0: dormouse.v1.SandboxPhase
 	(NetworkMode)(0),                  // 1: dormouse.v1.NetworkMode
-	(VolumePolicy)(0),                 // 2: dormouse.v1.VolumePolicy
-	(*Resources)(nil),                 // 3: dormouse.v1.Resources
-	(*VolumeMount)(nil),               // 4: dormouse.v1.VolumeMount
-	(*SandboxSpec)(nil),               // 5: dormouse.v1.SandboxSpec
-	(*SandboxStatus)(nil),             // 6: dormouse.v1.SandboxStatus
-	(*Sandbox)(nil),                   // 7: dormouse.v1.Sandbox
-	(*CreateSandboxRequest)(nil),      // 8: dormouse.v1.CreateSandboxRequest
-	(*CreateSandboxResponse)(nil),     // 9: dormouse.v1.CreateSandboxResponse
-	(*GetSandboxRequest)(nil),         // 10: dormouse.v1.GetSandboxRequest
-	(*GetSandboxResponse)(nil),        // 11: dormouse.v1.GetSandboxResponse
-	(*ListSandboxesRequest)(nil),      // 12: dormouse.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),     // 13: dormouse.v1.ListSandboxesResponse
-	(*DeleteSandboxRequest)(nil),      // 14: dormouse.v1.DeleteSandboxRequest
-	(*DeleteSandboxResponse)(nil),     // 15: dormouse.v1.DeleteSandboxResponse
-	(*WatchSandboxesRequest)(nil),     // 16: dormouse.v1.WatchSandboxesRequest
-	(*WatchSandboxesResponse)(nil),    // 17: dormouse.v1.WatchSandboxesResponse
-	(*CheckpointSandboxRequest)(nil),  // 18: dormouse.v1.CheckpointSandboxRequest
-	(*CheckpointSandboxResponse)(nil), // 19: dormouse.v1.CheckpointSandboxResponse
-	(*VolumeBinding)(nil),             // 20: dormouse.v1.VolumeBinding
-	(*RestoreSandboxRequest)(nil),     // 21: dormouse.v1.RestoreSandboxRequest
-	(*RestoreSandboxResponse)(nil),    // 22: dormouse.v1.RestoreSandboxResponse
-	(*ForkSandboxRequest)(nil),        // 23: dormouse.v1.ForkSandboxRequest
-	(*ForkSandboxResponse)(nil),       // 24: dormouse.v1.ForkSandboxResponse
-	(*PauseSandboxRequest)(nil),       // 25: dormouse.v1.PauseSandboxRequest
-	(*PauseSandboxResponse)(nil),      // 26: dormouse.v1.PauseSandboxResponse
-	(*ResumeSandboxRequest)(nil),      // 27: dormouse.v1.ResumeSandboxRequest
-	(*ResumeSandboxResponse)(nil),     // 28: dormouse.v1.ResumeSandboxResponse
-	nil,                               // 29: dormouse.v1.SandboxSpec.EnvEntry
-	nil,                               // 30: dormouse.v1.SandboxSpec.NodeSelectorEntry
-	nil,                               // 31: dormouse.v1.CreateSandboxRequest.LabelsEntry
-	nil,                               // 32: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	nil,                               // 33: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	nil,                               // 34: dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	nil,                               // 35: dormouse.v1.ForkSandboxRequest.LabelsEntry
-	(*Condition)(nil),                 // 36: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil),     // 37: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),       // 38: google.protobuf.Duration
-	(*ObjectMeta)(nil),                // 39: dormouse.v1.ObjectMeta
-	(*Snapshot)(nil),                  // 40: dormouse.v1.Snapshot
+	(IdleAction)(0),                   // 2: dormouse.v1.IdleAction
+	(VolumePolicy)(0),                 // 3: dormouse.v1.VolumePolicy
+	(*Resources)(nil),                 // 4: dormouse.v1.Resources
+	(*VolumeMount)(nil),               // 5: dormouse.v1.VolumeMount
+	(*SandboxSpec)(nil),               // 6: dormouse.v1.SandboxSpec
+	(*SandboxStatus)(nil),             // 7: dormouse.v1.SandboxStatus
+	(*Sandbox)(nil),                   // 8: dormouse.v1.Sandbox
+	(*CreateSandboxRequest)(nil),      // 9: dormouse.v1.CreateSandboxRequest
+	(*CreateSandboxResponse)(nil),     // 10: dormouse.v1.CreateSandboxResponse
+	(*GetSandboxRequest)(nil),         // 11: dormouse.v1.GetSandboxRequest
+	(*GetSandboxResponse)(nil),        // 12: dormouse.v1.GetSandboxResponse
+	(*UpdateSandboxRequest)(nil),      // 13: dormouse.v1.UpdateSandboxRequest
+	(*UpdateSandboxResponse)(nil),     // 14: dormouse.v1.UpdateSandboxResponse
+	(*ListSandboxesRequest)(nil),      // 15: dormouse.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),     // 16: dormouse.v1.ListSandboxesResponse
+	(*DeleteSandboxRequest)(nil),      // 17: dormouse.v1.DeleteSandboxRequest
+	(*DeleteSandboxResponse)(nil),     // 18: dormouse.v1.DeleteSandboxResponse
+	(*WatchSandboxesRequest)(nil),     // 19: dormouse.v1.WatchSandboxesRequest
+	(*WatchSandboxesResponse)(nil),    // 20: dormouse.v1.WatchSandboxesResponse
+	(*CheckpointSandboxRequest)(nil),  // 21: dormouse.v1.CheckpointSandboxRequest
+	(*CheckpointSandboxResponse)(nil), // 22: dormouse.v1.CheckpointSandboxResponse
+	(*VolumeBinding)(nil),             // 23: dormouse.v1.VolumeBinding
+	(*RestoreSandboxRequest)(nil),     // 24: dormouse.v1.RestoreSandboxRequest
+	(*RestoreSandboxResponse)(nil),    // 25: dormouse.v1.RestoreSandboxResponse
+	(*ForkSandboxRequest)(nil),        // 26: dormouse.v1.ForkSandboxRequest
+	(*ForkSandboxResponse)(nil),       // 27: dormouse.v1.ForkSandboxResponse
+	(*PauseSandboxRequest)(nil),       // 28: dormouse.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),      // 29: dormouse.v1.PauseSandboxResponse
+	(*HibernateSandboxRequest)(nil),   // 30: dormouse.v1.HibernateSandboxRequest
+	(*HibernateSandboxResponse)(nil),  // 31: dormouse.v1.HibernateSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 32: dormouse.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 33: dormouse.v1.ResumeSandboxResponse
+	nil,                               // 34: dormouse.v1.SandboxSpec.EnvEntry
+	nil,                               // 35: dormouse.v1.SandboxSpec.NodeSelectorEntry
+	nil,                               // 36: dormouse.v1.CreateSandboxRequest.LabelsEntry
+	nil,                               // 37: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	nil,                               // 38: dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	nil,                               // 39: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	nil,                               // 40: dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	nil,                               // 41: dormouse.v1.ForkSandboxRequest.LabelsEntry
+	(*durationpb.Duration)(nil),       // 42: google.protobuf.Duration
+	(*Condition)(nil),                 // 43: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil),     // 44: google.protobuf.Timestamp
+	(*ObjectMeta)(nil),                // 45: dormouse.v1.ObjectMeta
+	(*fieldmaskpb.FieldMask)(nil),     // 46: google.protobuf.FieldMask
+	(*Snapshot)(nil),                  // 47: dormouse.v1.Snapshot
 }
 var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
-	29, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
-	3,  // 1: dormouse.v1.SandboxSpec.resources:type_name -> dormouse.v1.Resources
-	4,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
+	34, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
+	4,  // 1: dormouse.v1.SandboxSpec.resources:type_name -> dormouse.v1.Resources
+	5,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
 	1,  // 3: dormouse.v1.SandboxSpec.network:type_name -> dormouse.v1.NetworkMode
-	30, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
-	0,  // 5: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
-	36, // 6: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
-	37, // 7: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	38, // 8: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	39, // 9: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
-	5,  // 10: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
-	6,  // 11: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
-	31, // 12: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
-	5,  // 13: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	32, // 14: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	7,  // 15: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	7,  // 16: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	0,  // 17: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
-	7,  // 18: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	7,  // 19: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	33, // 20: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	40, // 21: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	2,  // 22: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	34, // 23: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	20, // 24: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	7,  // 25: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	35, // 26: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
-	20, // 27: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	7,  // 28: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	7,  // 29: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	7,  // 30: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 31: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	10, // 32: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	12, // 33: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	14, // 34: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	16, // 35: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	18, // 36: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	21, // 37: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	23, // 38: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	25, // 39: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	27, // 40: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	9,  // 41: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	11, // 42: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	13, // 43: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	15, // 44: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	17, // 45: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	19, // 46: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	22, // 47: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	24, // 48: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	26, // 49: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	28, // 50: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	41, // [41:51] is the sub-list for method output_type
-	31, // [31:41] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	35, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
+	42, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
+	2,  // 6: dormouse.v1.SandboxSpec.on_idle:type_name -> dormouse.v1.IdleAction
+	42, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
+	0,  // 8: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
+	43, // 9: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
+	44, // 10: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	42, // 11: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
+	45, // 12: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	6,  // 13: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
+	7,  // 14: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
+	36, // 15: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
+	6,  // 16: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	37, // 17: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	8,  // 18: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 19: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	46, // 20: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
+	38, // 21: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	42, // 22: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	42, // 23: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	2,  // 24: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
+	8,  // 25: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	0,  // 26: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
+	8,  // 27: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 28: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	39, // 29: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	47, // 30: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	3,  // 31: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
+	40, // 32: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	23, // 33: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 34: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	41, // 35: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	23, // 36: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 37: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 38: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 39: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 40: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 41: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	11, // 42: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	13, // 43: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	15, // 44: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	17, // 45: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	19, // 46: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	21, // 47: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	24, // 48: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	26, // 49: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	28, // 50: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	30, // 51: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	32, // 52: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	10, // 53: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	12, // 54: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	14, // 55: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	16, // 56: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	18, // 57: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	20, // 58: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	22, // 59: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	25, // 60: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	27, // 61: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	29, // 62: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	31, // 63: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	33, // 64: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	53, // [53:65] is the sub-list for method output_type
+	41, // [41:53] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }
@@ -2290,8 +2706,8 @@ func file_dormouse_v1_sandbox_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_sandbox_proto_rawDesc), len(file_dormouse_v1_sandbox_proto_rawDesc)),
-			NumEnums:      3,
-			NumMessages:   33,
+			NumEnums:      4,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

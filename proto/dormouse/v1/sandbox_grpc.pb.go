@@ -21,6 +21,7 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	SandboxService_CreateSandbox_FullMethodName     = "/dormouse.v1.SandboxService/CreateSandbox"
 	SandboxService_GetSandbox_FullMethodName        = "/dormouse.v1.SandboxService/GetSandbox"
+	SandboxService_UpdateSandbox_FullMethodName     = "/dormouse.v1.SandboxService/UpdateSandbox"
 	SandboxService_ListSandboxes_FullMethodName     = "/dormouse.v1.SandboxService/ListSandboxes"
 	SandboxService_DeleteSandbox_FullMethodName     = "/dormouse.v1.SandboxService/DeleteSandbox"
 	SandboxService_WatchSandboxes_FullMethodName    = "/dormouse.v1.SandboxService/WatchSandboxes"
@@ -28,6 +29,7 @@ const (
 	SandboxService_RestoreSandbox_FullMethodName    = "/dormouse.v1.SandboxService/RestoreSandbox"
 	SandboxService_ForkSandbox_FullMethodName       = "/dormouse.v1.SandboxService/ForkSandbox"
 	SandboxService_PauseSandbox_FullMethodName      = "/dormouse.v1.SandboxService/PauseSandbox"
+	SandboxService_HibernateSandbox_FullMethodName  = "/dormouse.v1.SandboxService/HibernateSandbox"
 	SandboxService_ResumeSandbox_FullMethodName     = "/dormouse.v1.SandboxService/ResumeSandbox"
 )
 
@@ -44,6 +46,8 @@ type SandboxServiceClient interface {
 	// CreateSandbox returns when the sandbox is Running, or Failed, or the deadline passes.
 	CreateSandbox(ctx context.Context, in *CreateSandboxRequest, opts ...grpc.CallOption) (*CreateSandboxResponse, error)
 	GetSandbox(ctx context.Context, in *GetSandboxRequest, opts ...grpc.CallOption) (*GetSandboxResponse, error)
+	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable.
+	UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error)
 	ListSandboxes(ctx context.Context, in *ListSandboxesRequest, opts ...grpc.CallOption) (*ListSandboxesResponse, error)
 	// DeleteSandbox returns when the absence of the sandbox on its node was observed.
 	DeleteSandbox(ctx context.Context, in *DeleteSandboxRequest, opts ...grpc.CallOption) (*DeleteSandboxResponse, error)
@@ -60,7 +64,12 @@ type SandboxServiceClient interface {
 	// PauseSandbox freezes a running sandbox in its node's memory: no process of it runs, and all goes on where it was with
 	// ResumeSandbox. Open streams wait. Pausing a paused sandbox succeeds.
 	PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*PauseSandboxResponse, error)
-	// ResumeSandbox returns when the sandbox runs. Resuming a running sandbox succeeds.
+	// HibernateSandbox captures a running or paused sandbox on its node's disk and lets go of its memory, CPU and network; its volumes stay
+	// attached, its image stays. Only a snapshot of its own holds it then, which is in no list and goes when it runs again. A failed
+	// hibernation leaves the sandbox as it was.
+	HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*HibernateSandboxResponse, error)
+	// ResumeSandbox returns when the sandbox runs, the same sandbox with the same processes. Resuming a running sandbox succeeds. A sandbox that
+	// could not be brought back stays Hibernated.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
 }
 
@@ -86,6 +95,16 @@ func (c *sandboxServiceClient) GetSandbox(ctx context.Context, in *GetSandboxReq
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetSandboxResponse)
 	err := c.cc.Invoke(ctx, SandboxService_GetSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *sandboxServiceClient) UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UpdateSandboxResponse)
+	err := c.cc.Invoke(ctx, SandboxService_UpdateSandbox_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -171,6 +190,16 @@ func (c *sandboxServiceClient) PauseSandbox(ctx context.Context, in *PauseSandbo
 	return out, nil
 }
 
+func (c *sandboxServiceClient) HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*HibernateSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(HibernateSandboxResponse)
+	err := c.cc.Invoke(ctx, SandboxService_HibernateSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *sandboxServiceClient) ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ResumeSandboxResponse)
@@ -194,6 +223,8 @@ type SandboxServiceServer interface {
 	// CreateSandbox returns when the sandbox is Running, or Failed, or the deadline passes.
 	CreateSandbox(context.Context, *CreateSandboxRequest) (*CreateSandboxResponse, error)
 	GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error)
+	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable.
+	UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error)
 	ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error)
 	// DeleteSandbox returns when the absence of the sandbox on its node was observed.
 	DeleteSandbox(context.Context, *DeleteSandboxRequest) (*DeleteSandboxResponse, error)
@@ -210,7 +241,12 @@ type SandboxServiceServer interface {
 	// PauseSandbox freezes a running sandbox in its node's memory: no process of it runs, and all goes on where it was with
 	// ResumeSandbox. Open streams wait. Pausing a paused sandbox succeeds.
 	PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error)
-	// ResumeSandbox returns when the sandbox runs. Resuming a running sandbox succeeds.
+	// HibernateSandbox captures a running or paused sandbox on its node's disk and lets go of its memory, CPU and network; its volumes stay
+	// attached, its image stays. Only a snapshot of its own holds it then, which is in no list and goes when it runs again. A failed
+	// hibernation leaves the sandbox as it was.
+	HibernateSandbox(context.Context, *HibernateSandboxRequest) (*HibernateSandboxResponse, error)
+	// ResumeSandbox returns when the sandbox runs, the same sandbox with the same processes. Resuming a running sandbox succeeds. A sandbox that
+	// could not be brought back stays Hibernated.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
 	mustEmbedUnimplementedSandboxServiceServer()
 }
@@ -227,6 +263,9 @@ func (UnimplementedSandboxServiceServer) CreateSandbox(context.Context, *CreateS
 }
 func (UnimplementedSandboxServiceServer) GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetSandbox not implemented")
+}
+func (UnimplementedSandboxServiceServer) UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateSandbox not implemented")
 }
 func (UnimplementedSandboxServiceServer) ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListSandboxes not implemented")
@@ -248,6 +287,9 @@ func (UnimplementedSandboxServiceServer) ForkSandbox(context.Context, *ForkSandb
 }
 func (UnimplementedSandboxServiceServer) PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method PauseSandbox not implemented")
+}
+func (UnimplementedSandboxServiceServer) HibernateSandbox(context.Context, *HibernateSandboxRequest) (*HibernateSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method HibernateSandbox not implemented")
 }
 func (UnimplementedSandboxServiceServer) ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResumeSandbox not implemented")
@@ -305,6 +347,24 @@ func _SandboxService_GetSandbox_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(SandboxServiceServer).GetSandbox(ctx, req.(*GetSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SandboxService_UpdateSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UpdateSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SandboxServiceServer).UpdateSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SandboxService_UpdateSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SandboxServiceServer).UpdateSandbox(ctx, req.(*UpdateSandboxRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -428,6 +488,24 @@ func _SandboxService_PauseSandbox_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SandboxService_HibernateSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(HibernateSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SandboxServiceServer).HibernateSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SandboxService_HibernateSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SandboxServiceServer).HibernateSandbox(ctx, req.(*HibernateSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SandboxService_ResumeSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ResumeSandboxRequest)
 	if err := dec(in); err != nil {
@@ -462,6 +540,10 @@ var SandboxService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _SandboxService_GetSandbox_Handler,
 		},
 		{
+			MethodName: "UpdateSandbox",
+			Handler:    _SandboxService_UpdateSandbox_Handler,
+		},
+		{
 			MethodName: "ListSandboxes",
 			Handler:    _SandboxService_ListSandboxes_Handler,
 		},
@@ -484,6 +566,10 @@ var SandboxService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "PauseSandbox",
 			Handler:    _SandboxService_PauseSandbox_Handler,
+		},
+		{
+			MethodName: "HibernateSandbox",
+			Handler:    _SandboxService_HibernateSandbox_Handler,
 		},
 		{
 			MethodName: "ResumeSandbox",

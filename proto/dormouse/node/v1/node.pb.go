@@ -918,9 +918,11 @@ func (x *SnapshotObservation) GetFreezeTime() *timestamppb.Timestamp {
 }
 
 type PauseSandboxRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Command       *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
-	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Command *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
+	Uid     string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// Only if the sandbox was not used for so long; unset: in any case.
+	IfUnusedFor   *durationpb.Duration `protobuf:"bytes,3,opt,name=if_unused_for,json=ifUnusedFor,proto3" json:"if_unused_for,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -969,6 +971,13 @@ func (x *PauseSandboxRequest) GetUid() string {
 	return ""
 }
 
+func (x *PauseSandboxRequest) GetIfUnusedFor() *durationpb.Duration {
+	if x != nil {
+		return x.IfUnusedFor
+	}
+	return nil
+}
+
 type PauseSandboxResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
@@ -1013,6 +1022,111 @@ func (x *PauseSandboxResponse) GetSandbox() *SandboxObservation {
 	return nil
 }
 
+type HibernateSandboxRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Command *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
+	Uid     string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// Only if the sandbox was not used for so long; unset: in any case.
+	IfUnusedFor   *durationpb.Duration `protobuf:"bytes,3,opt,name=if_unused_for,json=ifUnusedFor,proto3" json:"if_unused_for,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HibernateSandboxRequest) Reset() {
+	*x = HibernateSandboxRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HibernateSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HibernateSandboxRequest) ProtoMessage() {}
+
+func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
+func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *HibernateSandboxRequest) GetCommand() *Command {
+	if x != nil {
+		return x.Command
+	}
+	return nil
+}
+
+func (x *HibernateSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *HibernateSandboxRequest) GetIfUnusedFor() *durationpb.Duration {
+	if x != nil {
+		return x.IfUnusedFor
+	}
+	return nil
+}
+
+type HibernateSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HibernateSandboxResponse) Reset() {
+	*x = HibernateSandboxResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HibernateSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HibernateSandboxResponse) ProtoMessage() {}
+
+func (x *HibernateSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HibernateSandboxResponse.ProtoReflect.Descriptor instead.
+func (*HibernateSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *HibernateSandboxResponse) GetSandbox() *SandboxObservation {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
 type ResumeSandboxRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Command       *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
@@ -1023,7 +1137,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1035,7 +1149,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1048,7 +1162,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResumeSandboxRequest) GetCommand() *Command {
@@ -1074,7 +1188,7 @@ type ResumeSandboxResponse struct {
 
 func (x *ResumeSandboxResponse) Reset() {
 	*x = ResumeSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1086,7 +1200,7 @@ func (x *ResumeSandboxResponse) String() string {
 func (*ResumeSandboxResponse) ProtoMessage() {}
 
 func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1099,7 +1213,7 @@ func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResumeSandboxResponse) GetSandbox() *SandboxObservation {
@@ -1119,7 +1233,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1131,7 +1245,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1144,7 +1258,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *DeleteSnapshotRequest) GetCommand() *Command {
@@ -1169,7 +1283,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1181,7 +1295,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1194,7 +1308,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
 }
 
 type CreateVolumeRequest struct {
@@ -1212,7 +1326,7 @@ type CreateVolumeRequest struct {
 
 func (x *CreateVolumeRequest) Reset() {
 	*x = CreateVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1224,7 +1338,7 @@ func (x *CreateVolumeRequest) String() string {
 func (*CreateVolumeRequest) ProtoMessage() {}
 
 func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1237,7 +1351,7 @@ func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeRequest.ProtoReflect.Descriptor instead.
 func (*CreateVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CreateVolumeRequest) GetCommand() *Command {
@@ -1284,7 +1398,7 @@ type CreateVolumeResponse struct {
 
 func (x *CreateVolumeResponse) Reset() {
 	*x = CreateVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1296,7 +1410,7 @@ func (x *CreateVolumeResponse) String() string {
 func (*CreateVolumeResponse) ProtoMessage() {}
 
 func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1309,7 +1423,7 @@ func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeResponse.ProtoReflect.Descriptor instead.
 func (*CreateVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CreateVolumeResponse) GetVolume() *VolumeObservation {
@@ -1331,7 +1445,7 @@ type VolumeObservation struct {
 
 func (x *VolumeObservation) Reset() {
 	*x = VolumeObservation{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1343,7 +1457,7 @@ func (x *VolumeObservation) String() string {
 func (*VolumeObservation) ProtoMessage() {}
 
 func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1356,7 +1470,7 @@ func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeObservation.ProtoReflect.Descriptor instead.
 func (*VolumeObservation) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *VolumeObservation) GetUid() string {
@@ -1397,7 +1511,7 @@ type DeleteVolumeRequest struct {
 
 func (x *DeleteVolumeRequest) Reset() {
 	*x = DeleteVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1409,7 +1523,7 @@ func (x *DeleteVolumeRequest) String() string {
 func (*DeleteVolumeRequest) ProtoMessage() {}
 
 func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1422,7 +1536,7 @@ func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeRequest.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DeleteVolumeRequest) GetCommand() *Command {
@@ -1447,7 +1561,7 @@ type DeleteVolumeResponse struct {
 
 func (x *DeleteVolumeResponse) Reset() {
 	*x = DeleteVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1459,7 +1573,7 @@ func (x *DeleteVolumeResponse) String() string {
 func (*DeleteVolumeResponse) ProtoMessage() {}
 
 func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1472,7 +1586,7 @@ func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeResponse.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 type PullImageRequest struct {
@@ -1485,7 +1599,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1497,7 +1611,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1510,7 +1624,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PullImageRequest) GetCommand() *Command {
@@ -1540,7 +1654,7 @@ type PullImageResponse struct {
 
 func (x *PullImageResponse) Reset() {
 	*x = PullImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1552,7 +1666,7 @@ func (x *PullImageResponse) String() string {
 func (*PullImageResponse) ProtoMessage() {}
 
 func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1565,7 +1679,7 @@ func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageResponse.ProtoReflect.Descriptor instead.
 func (*PullImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PullImageResponse) GetEvent() isPullImageResponse_Event {
@@ -1619,7 +1733,7 @@ type RemoveImageRequest struct {
 
 func (x *RemoveImageRequest) Reset() {
 	*x = RemoveImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1631,7 +1745,7 @@ func (x *RemoveImageRequest) String() string {
 func (*RemoveImageRequest) ProtoMessage() {}
 
 func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1644,7 +1758,7 @@ func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageRequest.ProtoReflect.Descriptor instead.
 func (*RemoveImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RemoveImageRequest) GetCommand() *Command {
@@ -1669,7 +1783,7 @@ type RemoveImageResponse struct {
 
 func (x *RemoveImageResponse) Reset() {
 	*x = RemoveImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1681,7 +1795,7 @@ func (x *RemoveImageResponse) String() string {
 func (*RemoveImageResponse) ProtoMessage() {}
 
 func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1694,7 +1808,7 @@ func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageResponse.ProtoReflect.Descriptor instead.
 func (*RemoveImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 type GetInventoryRequest struct {
@@ -1705,7 +1819,7 @@ type GetInventoryRequest struct {
 
 func (x *GetInventoryRequest) Reset() {
 	*x = GetInventoryRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1717,7 +1831,7 @@ func (x *GetInventoryRequest) String() string {
 func (*GetInventoryRequest) ProtoMessage() {}
 
 func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1730,7 +1844,7 @@ func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryRequest.ProtoReflect.Descriptor instead.
 func (*GetInventoryRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 type GetInventoryResponse struct {
@@ -1745,7 +1859,7 @@ type GetInventoryResponse struct {
 
 func (x *GetInventoryResponse) Reset() {
 	*x = GetInventoryResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1757,7 +1871,7 @@ func (x *GetInventoryResponse) String() string {
 func (*GetInventoryResponse) ProtoMessage() {}
 
 func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1770,7 +1884,7 @@ func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryResponse.ProtoReflect.Descriptor instead.
 func (*GetInventoryResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetInventoryResponse) GetSandboxes() []*SandboxObservation {
@@ -1801,6 +1915,59 @@ func (x *GetInventoryResponse) GetImages() []*v1.Image {
 	return nil
 }
 
+// SandboxUse says how long ago a sandbox was last used: 0 while a call into it goes on.
+type SandboxUse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uid           string                 `protobuf:"bytes,1,opt,name=uid,proto3" json:"uid,omitempty"`
+	UnusedFor     *durationpb.Duration   `protobuf:"bytes,2,opt,name=unused_for,json=unusedFor,proto3" json:"unused_for,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SandboxUse) Reset() {
+	*x = SandboxUse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SandboxUse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SandboxUse) ProtoMessage() {}
+
+func (x *SandboxUse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SandboxUse.ProtoReflect.Descriptor instead.
+func (*SandboxUse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *SandboxUse) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *SandboxUse) GetUnusedFor() *durationpb.Duration {
+	if x != nil {
+		return x.UnusedFor
+	}
+	return nil
+}
+
 // Hello is a node's first message.
 type Hello struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1818,14 +1985,16 @@ type Hello struct {
 	Architecture            string                `protobuf:"bytes,10,opt,name=architecture,proto3" json:"architecture,omitempty"`
 	Inventory               *GetInventoryResponse `protobuf:"bytes,11,opt,name=inventory,proto3" json:"inventory,omitempty"`
 	// Changes with every start of agentd.
-	BootId        string `protobuf:"bytes,12,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	BootId string `protobuf:"bytes,12,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	// Of every sandbox.
+	Uses          []*SandboxUse `protobuf:"bytes,30,rep,name=uses,proto3" json:"uses,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Hello) Reset() {
 	*x = Hello{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1837,7 +2006,7 @@ func (x *Hello) String() string {
 func (*Hello) ProtoMessage() {}
 
 func (x *Hello) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1850,7 +2019,7 @@ func (x *Hello) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hello.ProtoReflect.Descriptor instead.
 func (*Hello) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Hello) GetNode() string {
@@ -1937,19 +2106,28 @@ func (x *Hello) GetBootId() string {
 	return ""
 }
 
+func (x *Hello) GetUses() []*SandboxUse {
+	if x != nil {
+		return x.Uses
+	}
+	return nil
+}
+
 type Heartbeat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Problems of the node by type, e.g. DiskPressure; empty when healthy.
-	Problems      map[string]string `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Allocatable   *v1.NodeResources `protobuf:"bytes,2,opt,name=allocatable,proto3" json:"allocatable,omitempty"`
-	Images        []*v1.Image       `protobuf:"bytes,3,rep,name=images,proto3" json:"images,omitempty"`
+	Problems    map[string]string `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Allocatable *v1.NodeResources `protobuf:"bytes,2,opt,name=allocatable,proto3" json:"allocatable,omitempty"`
+	Images      []*v1.Image       `protobuf:"bytes,3,rep,name=images,proto3" json:"images,omitempty"`
+	// Of the sandboxes that were used since the last heartbeat.
+	Uses          []*SandboxUse `protobuf:"bytes,30,rep,name=uses,proto3" json:"uses,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1961,7 +2139,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1974,7 +2152,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Heartbeat) GetProblems() map[string]string {
@@ -1998,6 +2176,13 @@ func (x *Heartbeat) GetImages() []*v1.Image {
 	return nil
 }
 
+func (x *Heartbeat) GetUses() []*SandboxUse {
+	if x != nil {
+		return x.Uses
+	}
+	return nil
+}
+
 // Report tells of a change of a sandbox. It is sent again until acknowledged.
 type Report struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2009,7 +2194,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2021,7 +2206,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2034,7 +2219,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Report) GetId() uint64 {
@@ -2065,7 +2250,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2077,7 +2262,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2090,7 +2275,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *SessionRequest) GetMessage() isSessionRequest_Message {
@@ -2160,7 +2345,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2172,7 +2357,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2185,7 +2370,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Welcome) GetSessionEpoch() uint64 {
@@ -2217,7 +2402,7 @@ type HeartbeatAck struct {
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2229,7 +2414,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2242,7 +2427,7 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 type ReportAck struct {
@@ -2256,7 +2441,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2268,7 +2453,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2281,7 +2466,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -2312,7 +2497,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2324,7 +2509,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2337,7 +2522,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -2487,11 +2672,18 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x06freeze\x18\f \x01(\v2\x19.google.protobuf.DurationR\x06freeze\x12/\n" +
 	"\x05files\x18\r \x03(\v2\x19.dormouse.v1.SnapshotFileR\x05files\x12;\n" +
 	"\vfreeze_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"freezeTime\"\\\n" +
+	"freezeTime\"\x9b\x01\n" +
 	"\x13PauseSandboxRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
-	"\x03uid\x18\x02 \x01(\tR\x03uid\"V\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12=\n" +
+	"\rif_unused_for\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\vifUnusedFor\"V\n" +
 	"\x14PauseSandboxResponse\x12>\n" +
+	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\x9f\x01\n" +
+	"\x17HibernateSandboxRequest\x123\n" +
+	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12=\n" +
+	"\rif_unused_for\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\vifUnusedFor\"Z\n" +
+	"\x18HibernateSandboxResponse\x12>\n" +
 	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"]\n" +
 	"\x14ResumeSandboxRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
@@ -2537,7 +2729,12 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\tsandboxes\x18\x01 \x03(\v2$.dormouse.node.v1.SandboxObservationR\tsandboxes\x12C\n" +
 	"\tsnapshots\x18\x02 \x03(\v2%.dormouse.node.v1.SnapshotObservationR\tsnapshots\x12=\n" +
 	"\avolumes\x18\x03 \x03(\v2#.dormouse.node.v1.VolumeObservationR\avolumes\x12*\n" +
-	"\x06images\x18\x04 \x03(\v2\x12.dormouse.v1.ImageR\x06images\"\xc8\x04\n" +
+	"\x06images\x18\x04 \x03(\v2\x12.dormouse.v1.ImageR\x06images\"X\n" +
+	"\n" +
+	"SandboxUse\x12\x10\n" +
+	"\x03uid\x18\x01 \x01(\tR\x03uid\x128\n" +
+	"\n" +
+	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xfa\x04\n" +
 	"\x05Hello\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x18\n" +
@@ -2551,14 +2748,16 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\farchitecture\x18\n" +
 	" \x01(\tR\farchitecture\x12D\n" +
 	"\tinventory\x18\v \x01(\v2&.dormouse.node.v1.GetInventoryResponseR\tinventory\x12\x17\n" +
-	"\aboot_id\x18\f \x01(\tR\x06bootId\x1a9\n" +
+	"\aboot_id\x18\f \x01(\tR\x06bootId\x120\n" +
+	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf9\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xab\x02\n" +
 	"\tHeartbeat\x12E\n" +
 	"\bproblems\x18\x01 \x03(\v2).dormouse.node.v1.Heartbeat.ProblemsEntryR\bproblems\x12<\n" +
 	"\vallocatable\x18\x02 \x01(\v2\x1a.dormouse.v1.NodeResourcesR\vallocatable\x12*\n" +
-	"\x06images\x18\x03 \x03(\v2\x12.dormouse.v1.ImageR\x06images\x1a;\n" +
+	"\x06images\x18\x03 \x03(\v2\x12.dormouse.v1.ImageR\x06images\x120\n" +
+	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x1a;\n" +
 	"\rProblemsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"X\n" +
@@ -2583,13 +2782,15 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\rheartbeat_ack\x18\x02 \x01(\v2\x1e.dormouse.node.v1.HeartbeatAckH\x00R\fheartbeatAck\x12<\n" +
 	"\n" +
 	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAckB\t\n" +
-	"\amessage2\x99\t\n" +
+	"\amessage2\x84\n" +
+	"\n" +
 	"\fAgentService\x12]\n" +
 	"\fStartSandbox\x12%.dormouse.node.v1.StartSandboxRequest\x1a&.dormouse.node.v1.StartSandboxResponse\x12c\n" +
 	"\x0eRestoreSandbox\x12'.dormouse.node.v1.RestoreSandboxRequest\x1a(.dormouse.node.v1.RestoreSandboxResponse\x12`\n" +
 	"\rDeleteSandbox\x12&.dormouse.node.v1.DeleteSandboxRequest\x1a'.dormouse.node.v1.DeleteSandboxResponse\x12l\n" +
 	"\x11CheckpointSandbox\x12*.dormouse.node.v1.CheckpointSandboxRequest\x1a+.dormouse.node.v1.CheckpointSandboxResponse\x12]\n" +
-	"\fPauseSandbox\x12%.dormouse.node.v1.PauseSandboxRequest\x1a&.dormouse.node.v1.PauseSandboxResponse\x12`\n" +
+	"\fPauseSandbox\x12%.dormouse.node.v1.PauseSandboxRequest\x1a&.dormouse.node.v1.PauseSandboxResponse\x12i\n" +
+	"\x10HibernateSandbox\x12).dormouse.node.v1.HibernateSandboxRequest\x1a*.dormouse.node.v1.HibernateSandboxResponse\x12`\n" +
 	"\rResumeSandbox\x12&.dormouse.node.v1.ResumeSandboxRequest\x1a'.dormouse.node.v1.ResumeSandboxResponse\x12c\n" +
 	"\x0eDeleteSnapshot\x12'.dormouse.node.v1.DeleteSnapshotRequest\x1a(.dormouse.node.v1.DeleteSnapshotResponse\x12]\n" +
 	"\fCreateVolume\x12%.dormouse.node.v1.CreateVolumeRequest\x1a&.dormouse.node.v1.CreateVolumeResponse\x12]\n" +
@@ -2612,7 +2813,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -2628,123 +2829,135 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*SnapshotObservation)(nil),       // 11: dormouse.node.v1.SnapshotObservation
 	(*PauseSandboxRequest)(nil),       // 12: dormouse.node.v1.PauseSandboxRequest
 	(*PauseSandboxResponse)(nil),      // 13: dormouse.node.v1.PauseSandboxResponse
-	(*ResumeSandboxRequest)(nil),      // 14: dormouse.node.v1.ResumeSandboxRequest
-	(*ResumeSandboxResponse)(nil),     // 15: dormouse.node.v1.ResumeSandboxResponse
-	(*DeleteSnapshotRequest)(nil),     // 16: dormouse.node.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),    // 17: dormouse.node.v1.DeleteSnapshotResponse
-	(*CreateVolumeRequest)(nil),       // 18: dormouse.node.v1.CreateVolumeRequest
-	(*CreateVolumeResponse)(nil),      // 19: dormouse.node.v1.CreateVolumeResponse
-	(*VolumeObservation)(nil),         // 20: dormouse.node.v1.VolumeObservation
-	(*DeleteVolumeRequest)(nil),       // 21: dormouse.node.v1.DeleteVolumeRequest
-	(*DeleteVolumeResponse)(nil),      // 22: dormouse.node.v1.DeleteVolumeResponse
-	(*PullImageRequest)(nil),          // 23: dormouse.node.v1.PullImageRequest
-	(*PullImageResponse)(nil),         // 24: dormouse.node.v1.PullImageResponse
-	(*RemoveImageRequest)(nil),        // 25: dormouse.node.v1.RemoveImageRequest
-	(*RemoveImageResponse)(nil),       // 26: dormouse.node.v1.RemoveImageResponse
-	(*GetInventoryRequest)(nil),       // 27: dormouse.node.v1.GetInventoryRequest
-	(*GetInventoryResponse)(nil),      // 28: dormouse.node.v1.GetInventoryResponse
-	(*Hello)(nil),                     // 29: dormouse.node.v1.Hello
-	(*Heartbeat)(nil),                 // 30: dormouse.node.v1.Heartbeat
-	(*Report)(nil),                    // 31: dormouse.node.v1.Report
-	(*SessionRequest)(nil),            // 32: dormouse.node.v1.SessionRequest
-	(*Welcome)(nil),                   // 33: dormouse.node.v1.Welcome
-	(*HeartbeatAck)(nil),              // 34: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 35: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 36: dormouse.node.v1.SessionResponse
-	nil,                               // 37: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 38: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 39: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 40: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 41: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 42: google.protobuf.Timestamp
-	(*v1.VolumeReference)(nil),        // 43: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 44: google.protobuf.Duration
-	(*v1.SnapshotFile)(nil),           // 45: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 46: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 47: dormouse.v1.Image
-	(*v1.NodeResources)(nil),          // 48: dormouse.v1.NodeResources
-	(*v1.Error)(nil),                  // 49: dormouse.v1.Error
+	(*HibernateSandboxRequest)(nil),   // 14: dormouse.node.v1.HibernateSandboxRequest
+	(*HibernateSandboxResponse)(nil),  // 15: dormouse.node.v1.HibernateSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 16: dormouse.node.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 17: dormouse.node.v1.ResumeSandboxResponse
+	(*DeleteSnapshotRequest)(nil),     // 18: dormouse.node.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),    // 19: dormouse.node.v1.DeleteSnapshotResponse
+	(*CreateVolumeRequest)(nil),       // 20: dormouse.node.v1.CreateVolumeRequest
+	(*CreateVolumeResponse)(nil),      // 21: dormouse.node.v1.CreateVolumeResponse
+	(*VolumeObservation)(nil),         // 22: dormouse.node.v1.VolumeObservation
+	(*DeleteVolumeRequest)(nil),       // 23: dormouse.node.v1.DeleteVolumeRequest
+	(*DeleteVolumeResponse)(nil),      // 24: dormouse.node.v1.DeleteVolumeResponse
+	(*PullImageRequest)(nil),          // 25: dormouse.node.v1.PullImageRequest
+	(*PullImageResponse)(nil),         // 26: dormouse.node.v1.PullImageResponse
+	(*RemoveImageRequest)(nil),        // 27: dormouse.node.v1.RemoveImageRequest
+	(*RemoveImageResponse)(nil),       // 28: dormouse.node.v1.RemoveImageResponse
+	(*GetInventoryRequest)(nil),       // 29: dormouse.node.v1.GetInventoryRequest
+	(*GetInventoryResponse)(nil),      // 30: dormouse.node.v1.GetInventoryResponse
+	(*SandboxUse)(nil),                // 31: dormouse.node.v1.SandboxUse
+	(*Hello)(nil),                     // 32: dormouse.node.v1.Hello
+	(*Heartbeat)(nil),                 // 33: dormouse.node.v1.Heartbeat
+	(*Report)(nil),                    // 34: dormouse.node.v1.Report
+	(*SessionRequest)(nil),            // 35: dormouse.node.v1.SessionRequest
+	(*Welcome)(nil),                   // 36: dormouse.node.v1.Welcome
+	(*HeartbeatAck)(nil),              // 37: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 38: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 39: dormouse.node.v1.SessionResponse
+	nil,                               // 40: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 41: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 42: dormouse.node.v1.Heartbeat.ProblemsEntry
+	(*v1.SandboxSpec)(nil),            // 43: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 44: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 45: google.protobuf.Timestamp
+	(*v1.VolumeReference)(nil),        // 46: dormouse.v1.VolumeReference
+	(*durationpb.Duration)(nil),       // 47: google.protobuf.Duration
+	(*v1.SnapshotFile)(nil),           // 48: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 49: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 50: dormouse.v1.Image
+	(*v1.NodeResources)(nil),          // 51: dormouse.v1.NodeResources
+	(*v1.Error)(nil),                  // 52: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	40, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	37, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	43, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	40, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	41, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	42, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	44, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	45, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
 	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
 	3,  // 8: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 9: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 10: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	11, // 11: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	43, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	44, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	45, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	42, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	46, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	47, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	48, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	45, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
 	0,  // 16: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 17: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 18: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 19: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 20: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 21: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	20, // 22: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
-	0,  // 23: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 24: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	46, // 25: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	47, // 26: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	0,  // 27: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 28: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
-	11, // 29: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
-	20, // 30: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	47, // 31: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	38, // 32: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	48, // 33: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	48, // 34: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
-	28, // 35: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
-	39, // 36: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	48, // 37: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	47, // 38: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	3,  // 39: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	29, // 40: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	30, // 41: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	31, // 42: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	44, // 43: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	49, // 44: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	33, // 45: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	34, // 46: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	35, // 47: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 48: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 49: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	7,  // 50: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	9,  // 51: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	12, // 52: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	14, // 53: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	16, // 54: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	18, // 55: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	21, // 56: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	23, // 57: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	25, // 58: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	27, // 59: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	32, // 60: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 61: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	6,  // 62: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	8,  // 63: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	10, // 64: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	13, // 65: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	15, // 66: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	17, // 67: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	19, // 68: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	22, // 69: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	24, // 70: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	26, // 71: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	28, // 72: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	36, // 73: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	61, // [61:74] is the sub-list for method output_type
-	48, // [48:61] is the sub-list for method input_type
-	48, // [48:48] is the sub-list for extension type_name
-	48, // [48:48] is the sub-list for extension extendee
-	0,  // [0:48] is the sub-list for field type_name
+	47, // 17: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,  // 18: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 19: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	47, // 20: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,  // 21: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 22: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 23: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 24: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 25: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	22, // 26: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
+	0,  // 27: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 28: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
+	49, // 29: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	50, // 30: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	0,  // 31: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 32: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
+	11, // 33: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
+	22, // 34: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
+	50, // 35: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	47, // 36: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	41, // 37: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	51, // 38: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	51, // 39: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	30, // 40: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
+	31, // 41: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
+	42, // 42: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	51, // 43: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	50, // 44: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	31, // 45: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 46: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	32, // 47: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	33, // 48: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	34, // 49: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	47, // 50: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	52, // 51: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	36, // 52: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	37, // 53: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	38, // 54: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	1,  // 55: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 56: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	7,  // 57: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	9,  // 58: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	12, // 59: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	14, // 60: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	16, // 61: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	18, // 62: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	20, // 63: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	23, // 64: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	25, // 65: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	27, // 66: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	29, // 67: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	35, // 68: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 69: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	6,  // 70: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	8,  // 71: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	10, // 72: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	13, // 73: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	15, // 74: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	17, // 75: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	19, // 76: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	21, // 77: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	24, // 78: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	26, // 79: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	28, // 80: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	30, // 81: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	39, // 82: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	69, // [69:83] is the sub-list for method output_type
+	55, // [55:69] is the sub-list for method input_type
+	55, // [55:55] is the sub-list for extension type_name
+	55, // [55:55] is the sub-list for extension extendee
+	0,  // [0:55] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -2753,16 +2966,16 @@ func file_dormouse_node_v1_node_proto_init() {
 		return
 	}
 	file_dormouse_node_v1_node_proto_msgTypes[3].OneofWrappers = []any{}
-	file_dormouse_node_v1_node_proto_msgTypes[24].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[26].OneofWrappers = []any{
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[32].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[35].OneofWrappers = []any{
 		(*SessionRequest_Hello)(nil),
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[36].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[39].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
@@ -2773,7 +2986,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   40,
+			NumMessages:   43,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

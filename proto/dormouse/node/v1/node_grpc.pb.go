@@ -24,6 +24,7 @@ const (
 	AgentService_DeleteSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/DeleteSandbox"
 	AgentService_CheckpointSandbox_FullMethodName = "/dormouse.node.v1.AgentService/CheckpointSandbox"
 	AgentService_PauseSandbox_FullMethodName      = "/dormouse.node.v1.AgentService/PauseSandbox"
+	AgentService_HibernateSandbox_FullMethodName  = "/dormouse.node.v1.AgentService/HibernateSandbox"
 	AgentService_ResumeSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/ResumeSandbox"
 	AgentService_DeleteSnapshot_FullMethodName    = "/dormouse.node.v1.AgentService/DeleteSnapshot"
 	AgentService_CreateVolume_FullMethodName      = "/dormouse.node.v1.AgentService/CreateVolume"
@@ -55,7 +56,10 @@ type AgentServiceClient interface {
 	CheckpointSandbox(ctx context.Context, in *CheckpointSandboxRequest, opts ...grpc.CallOption) (*CheckpointSandboxResponse, error)
 	// PauseSandbox returns when the sandbox stands still and that is recorded. Every failure ends with it running on.
 	PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*PauseSandboxResponse, error)
-	// ResumeSandbox returns when the sandbox runs.
+	// HibernateSandbox returns when the sandbox's artefact is synced and its memory, CPU and network are released. Every failure
+	// before the artefact is in place ends with the sandbox as it was.
+	HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*HibernateSandboxResponse, error)
+	// ResumeSandbox returns when the sandbox runs. One that could not be restored stays Hibernated.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
 	// DeleteSnapshot returns when the artefact's absence was observed.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
@@ -120,6 +124,16 @@ func (c *agentServiceClient) PauseSandbox(ctx context.Context, in *PauseSandboxR
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(PauseSandboxResponse)
 	err := c.cc.Invoke(ctx, AgentService_PauseSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *agentServiceClient) HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*HibernateSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(HibernateSandboxResponse)
+	err := c.cc.Invoke(ctx, AgentService_HibernateSandbox_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -227,7 +241,10 @@ type AgentServiceServer interface {
 	CheckpointSandbox(context.Context, *CheckpointSandboxRequest) (*CheckpointSandboxResponse, error)
 	// PauseSandbox returns when the sandbox stands still and that is recorded. Every failure ends with it running on.
 	PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error)
-	// ResumeSandbox returns when the sandbox runs.
+	// HibernateSandbox returns when the sandbox's artefact is synced and its memory, CPU and network are released. Every failure
+	// before the artefact is in place ends with the sandbox as it was.
+	HibernateSandbox(context.Context, *HibernateSandboxRequest) (*HibernateSandboxResponse, error)
+	// ResumeSandbox returns when the sandbox runs. One that could not be restored stays Hibernated.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
 	// DeleteSnapshot returns when the artefact's absence was observed.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
@@ -262,6 +279,9 @@ func (UnimplementedAgentServiceServer) CheckpointSandbox(context.Context, *Check
 }
 func (UnimplementedAgentServiceServer) PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method PauseSandbox not implemented")
+}
+func (UnimplementedAgentServiceServer) HibernateSandbox(context.Context, *HibernateSandboxRequest) (*HibernateSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method HibernateSandbox not implemented")
 }
 func (UnimplementedAgentServiceServer) ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResumeSandbox not implemented")
@@ -391,6 +411,24 @@ func _AgentService_PauseSandbox_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(AgentServiceServer).PauseSandbox(ctx, req.(*PauseSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AgentService_HibernateSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(HibernateSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).HibernateSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_HibernateSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).HibernateSandbox(ctx, req.(*HibernateSandboxRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -540,6 +578,10 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "PauseSandbox",
 			Handler:    _AgentService_PauseSandbox_Handler,
+		},
+		{
+			MethodName: "HibernateSandbox",
+			Handler:    _AgentService_HibernateSandbox_Handler,
 		},
 		{
 			MethodName: "ResumeSandbox",
