@@ -343,6 +343,55 @@ func TestIdleTimeout(t *testing.T) {
 	}
 }
 
+// TestB09ForksHaveIdentitiesOfTheirOwn: host name, machine id, identity file and random numbers of each copy are its own, and the image's hook ran in
+// each; a pause and a hibernation change none of it and run no hook.
+func TestB09ForksHaveIdentitiesOfTheirOwn(t *testing.T) {
+	w := enter(t)
+	source := w.create(w.spec())
+	w.sh(source, `mkdir -p /etc/dormouse; printf '#!/bin/sh\necho "$1" >>/tmp/hooked\n' >/etc/dormouse/on-restore; chmod 755 /etc/dormouse/on-restore`)
+	const whoami = `hostname; cat /etc/hostname /etc/machine-id; head -c 16 /dev/urandom | base64`
+	copies, _, err := w.api.Fork(w.ctx, &dormousev1.ForkSandboxRequest{SandboxUid: source.UID, Count: 8})
+	w.ok(err)
+	seen := map[string]string{}
+	for _, s := range append(copies, source) {
+		lines := strings.Split(w.sh(s, whoami), "\n")
+		if len(lines) != 4 || lines[0] != lines[1] || lines[2] != strings.ReplaceAll(s.UID, "-", "") {
+			t.Fatalf("sandbox %s says %q", s.UID, lines)
+		}
+		for _, l := range []string{lines[0], lines[2], lines[3]} {
+			if other, taken := seen[l]; taken {
+				t.Errorf("%s and %s both have %q", s.UID, other, l)
+			}
+			seen[l] = s.UID
+		}
+		if id := w.sh(s, "cat /run/dormouse/identity.json"); !strings.Contains(id, s.UID) || !strings.Contains(id, lines[0]) {
+			t.Errorf("the identity of %s is %s", s.UID, id)
+		}
+	}
+	hooked := func(s *client.Sandbox, want string) {
+		t.Helper()
+		w.await("the hook ran", func() error {
+			out, err := cluster.Exec(w.ctx, s, "sh", "-c", "cat /tmp/hooked 2>/dev/null; true")
+			if got := strings.TrimSpace(string(out)); err == nil && got != want {
+				err = fmt.Errorf("it noted %q, not %q", got, want)
+			}
+			return err
+		})
+	}
+	for _, s := range copies[:2] {
+		hooked(s, s.UID)
+	}
+	hooked(source, "")
+	one := copies[0]
+	was := w.sh(one, "hostname; cat /etc/machine-id")
+	w.ok(one.Hibernate(w.ctx, ""))
+	w.ok(one.Resume(w.ctx, ""))
+	if now := w.sh(one, "hostname; cat /etc/machine-id"); now != was {
+		t.Errorf("woken it is %q, not %q", now, was)
+	}
+	hooked(one, one.UID)
+}
+
 // TestPauseOverREST: the routes are there and answer with the object.
 func TestPauseOverREST(t *testing.T) {
 	w := enter(t)

@@ -47,11 +47,27 @@ func (a *agent) configure(m *guestwire.Configure) (guestwire.Message, *failure) 
 		return nil, notWritten(identityDir+"/"+identityFile, err)
 	}
 	done.IdentityChanged = a.named != a.uid
+	if done.IdentityChanged {
+		if err := replaceFile(etc, "machine-id", machineID(a.uid)+"\n", 0o444); err != nil {
+			return nil, notWritten("/etc/machine-id", err)
+		}
+	}
 	if a.named != "" && done.IdentityChanged {
 		done.HookProcessID = a.runHook()
 	}
 	a.named, a.namedGen = a.uid, a.ch.Generation
 	return done, nil
+}
+
+// machineID is the uid as /etc/machine-id has it: its hexadecimal digits alone.
+func machineID(uid string) string {
+	id := make([]byte, 0, len(uid))
+	for i := range len(uid) {
+		if uid[i] != '-' {
+			id = append(id, uid[i])
+		}
+	}
+	return string(id)
 }
 
 // runHook starts the image's own hook after a restore, if it has one. It is a process like others:
