@@ -310,7 +310,9 @@ func TestFreezeGivesUpOnAStart(t *testing.T) {
 	w.Freeze(ctx, w.uid)
 	w.Thaw(w.uid)
 	close(leave)
-	<-done
+	if err := <-done; errs.ReasonOf(err) != errs.PortClosed {
+		t.Fatalf("got %v, want %s", err, errs.PortClosed)
+	}
 }
 
 func TestCloseEndsTransfers(t *testing.T) {

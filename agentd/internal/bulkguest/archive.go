@@ -137,7 +137,7 @@ func (p *packing) entry(file, name string, st fs.FileInfo) error {
 		head.Name += "/"
 	}
 	sys := st.Sys().(*syscall.Stat_t)
-	if id := (inode{uint64(sys.Dev), sys.Ino}); st.Mode().IsRegular() && sys.Nlink > 1 {
+	if id := (inode{sys.Dev, sys.Ino}); st.Mode().IsRegular() && sys.Nlink > 1 {
 		if first, ok := p.links[id]; ok {
 			head.Typeflag, head.Linkname, head.Size = tar.TypeLink, first, 0
 		} else if len(p.links) < maxLinks {

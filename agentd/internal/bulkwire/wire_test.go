@@ -34,7 +34,7 @@ func TestRoundTrip(t *testing.T) {
 	if kind, data, err := r.Next(); err != nil || kind != End || len(data) != 0 {
 		t.Fatal(kind, data, err)
 	}
-	if _, _, err := r.Next(); err != io.EOF {
+	if _, _, err := r.Next(); !errors.Is(err, io.EOF) {
 		t.Fatal(err)
 	}
 }

@@ -103,7 +103,7 @@ func (b *Bridge) Handler(ctx context.Context) (http.Handler, error) {
 	for _, register := range []func(context.Context, *runtime.ServeMux, *grpc.ClientConn) error{
 		dormousev1.RegisterSandboxServiceHandler, dormousev1.RegisterSnapshotServiceHandler, dormousev1.RegisterVolumeServiceHandler,
 		dormousev1.RegisterNodeServiceHandler, dormousev1.RegisterImageServiceHandler, dormousev1.RegisterOperationServiceHandler,
-		dormousev1.RegisterEventServiceHandler, dormousev1.RegisterProcessServiceHandler,
+		dormousev1.RegisterEventServiceHandler, dormousev1.RegisterProcessServiceHandler, dormousev1.RegisterFileServiceHandler,
 	} {
 		if err := register(ctx, gateway, b.conn); err != nil {
 			return nil, err
@@ -115,7 +115,15 @@ func (b *Bridge) Handler(ctx context.Context) (http.Handler, error) {
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write(openapi.Spec) // the caller went away
 	})
-	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+	mux.Handle("GET "+contentPath, identified(b.contentHandler(b.readContent, "path", "offset", "version", "user")))
+	mux.Handle("PUT "+contentPath, identified(b.contentHandler(b.writeContent, "path", "mode", "owner", "parents", "digest", "user")))
+	mux.Handle("/", identified(api))
+	return mux, nil
+}
+
+// identified gives a request the identity of its certificate, if it has one.
+func identified(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if peer, ok := pki.StateIdentity(r.TLS); ok {
 			id, err := auth.Certificate(peer)
 			if err != nil {
@@ -124,9 +132,8 @@ func (b *Bridge) Handler(ctx context.Context) (http.Handler, error) {
 			}
 			r = r.WithContext(auth.With(r.Context(), id))
 		}
-		api.ServeHTTP(w, r)
+		next.ServeHTTP(w, r)
 	})
-	return mux, nil
 }
 
 // pipeListener accepts in-memory connections.
