@@ -3,6 +3,7 @@ package integration
 import (
 	"archive/tar"
 	"bytes"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -154,4 +155,32 @@ func archiveOf(t *testing.T, entries []entry) []byte {
 		t.Fatal(err)
 	}
 	return buf.Bytes()
+}
+
+// A file's bytes go over REST as they are; what is wrong is the envelope of any other call.
+func TestFileContentOverREST(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	path := "/v1/sandboxes/" + s.UID + "/files/content?path=/root/a/file"
+	content := strings.Repeat("bytes\x00\xff", 100_000)
+	if a := w.rest(w.key, "PUT", path+"&parents=true&mode=0600", content); a.status != 200 || !strings.Contains(string(a.body), `"mode"`) {
+		t.Fatalf("%d %s", a.status, a.body)
+	}
+	if got := w.sh(s, "stat -c '%a %s' /root/a/file"); got != fmt.Sprint("600 ", len(content)) {
+		t.Errorf("inside: %s", got)
+	}
+	if a := w.rest(w.key, "GET", path, ""); a.status != 200 || string(a.body) != content || a.header.Get("Content-Type") != "application/octet-stream" {
+		t.Errorf("%d, %d bytes, %v", a.status, len(a.body), a.header)
+	}
+	if a := w.rest(w.key, "GET", path+"&offset=7", ""); a.status != 200 || string(a.body) != content[7:] {
+		t.Errorf("%d, %d bytes", a.status, len(a.body))
+	}
+	w.refusedREST(w.rest(w.key, "GET", path+"x", ""), errs.FileNotFound)
+	w.refusedREST(w.rest(w.key, "GET", path+"&what=5", ""), errs.UnknownField)
+	w.refusedREST(w.rest(w.key, "PUT", path+"&mode=rw", "x"), errs.InvalidField)
+	w.refusedREST(w.rest(w.key, "PUT", path+"/x", "x"), errs.NotADirectory)
+	w.refusedREST(w.rest("", "GET", path, ""), errs.CredentialsMissing)
+	if a := w.rest(w.key, "GET", "/v1/sandboxes/"+s.UID+"/files?path=/root/a", ""); a.status != 200 || !strings.Contains(string(a.body), `"/root/a/file"`) {
+		t.Errorf("%d %s", a.status, a.body)
+	}
 }

@@ -138,10 +138,7 @@ func (h *helper) write() (err error) {
 	}
 	defer w.f.Close()
 	discard := func() { _ = os.Remove(w.part) }
-	if h.order.Upload == "" {
-		h.onLeave(discard)
-		defer h.onLeave(nil)
-	}
+	defer h.onLeave(nil)
 	if err := w.fill(); err != nil {
 		// What a client may take up again is kept, but for what can only fail again.
 		if h.order.Upload == "" || !errors.Is(err, io.ErrUnexpectedEOF) {
@@ -219,8 +216,7 @@ func (w *writing) open() (err error) {
 			return renamed(err, w.target)
 		}
 	}
-	w.f, err = os.OpenFile(w.part, flags|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
+	if err := w.create(flags | os.O_CREATE | os.O_EXCL); err != nil {
 		return renamed(err, w.target)
 	}
 	var fsys unix.Statfs_t
@@ -230,6 +226,17 @@ func (w *writing) open() (err error) {
 		return &fs.PathError{Op: "write", Path: w.target, Err: unix.ENOSPC}
 	}
 	return w.h.answer(bulkwire.Opened{Part: w.part})
+}
+
+// create makes the hidden file. It is not made when the host has gone, and removed if the host goes, unless it
+// can be taken up.
+func (w *writing) create(flags int) (err error) {
+	w.h.mu.Lock()
+	defer w.h.mu.Unlock()
+	if w.f, err = os.OpenFile(w.part, flags, 0o600); err == nil && w.h.order.Upload == "" {
+		w.h.undo = func() { _ = os.Remove(w.part) }
+	}
+	return err
 }
 
 // renamed says an error of the hidden file as one of the file that it stands for.

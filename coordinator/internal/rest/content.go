@@ -55,8 +55,9 @@ func (b *Bridge) contentHandler(do func(ctx context.Context, w http.ResponseWrit
 			err = do(ctx, w, r, q)
 		}
 		if err != nil {
-			if e := wire.FromStatus(err); e != nil {
-				err = e
+			var typed *errs.Error
+			if !errors.As(err, &typed) {
+				err = wire.FromStatus(err)
 			}
 			wire.WriteRESTError(w, r, err)
 		}

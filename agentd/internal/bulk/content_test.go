@@ -1,0 +1,187 @@
+package bulk
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+)
+
+func sum(data []byte) string {
+	s := sha256.Sum256(data)
+	return hex.EncodeToString(s[:])
+}
+
+// TestAWriteIsTakenUp: what arrived before a cut is kept beside the file, and the rest makes it whole; the old
+// content stands until then.
+func TestAWriteIsTakenUp(t *testing.T) {
+	w := newWorld(t, Options{}, realHelper)
+	file := filepath.Join(t.TempDir(), "file")
+	must(t, os.WriteFile(file, []byte("old"), 0o640))
+	want := bytes.Repeat([]byte("0123456789abcdef"), 40_000)
+	order := bulkwire.Order{Op: bulkwire.Write, Path: file, Upload: "an-id"}
+	first, err := w.Start(within(t), w.uid, order)
+	must(t, err)
+	var opened bulkwire.Opened
+	must(t, first.Answer(&opened))
+	half := len(want) / 2
+	_, err = first.Write(want[:half])
+	must(t, err)
+	eventually(t, "the half has arrived", func() bool {
+		st, err := os.Stat(opened.Part)
+		return err == nil && st.Size() == int64(half)
+	})
+	must(t, first.Close())
+	eventually(t, "the helper is gone", func() bool { return w.Active(w.uid) == 0 })
+
+	order.Resume, order.Digest = true, sum(want)
+	second, err := w.Start(within(t), w.uid, order)
+	must(t, err)
+	defer second.Close()
+	must(t, second.Answer(&opened))
+	if opened.Offset != int64(half) {
+		t.Fatalf("taken up at %d, want %d", opened.Offset, half)
+	}
+	if got, err := os.ReadFile(file); err != nil || string(got) != "old" {
+		t.Fatalf("meanwhile the file is %q, %v", got, err)
+	}
+	_, err = second.Write(want[half:])
+	must(t, err)
+	must(t, second.CloseWrite())
+	var done bulkwire.Done
+	must(t, second.Result(&done))
+	got, err := os.ReadFile(file)
+	must(t, err)
+	if !bytes.Equal(got, want) || done.Digest != sum(want) || done.Bytes != int64(len(want)) || done.Info == nil || done.Info.Mode != 0o640 {
+		t.Fatalf("%d bytes, %+v", len(got), done)
+	}
+	if entries, err := os.ReadDir(filepath.Dir(file)); err != nil || len(entries) != 1 {
+		t.Fatalf("left: %v, %v", entries, err)
+	}
+}
+
+// TestAWriteThatIsCutLeavesNothing: without a name that it could be taken up by; and one with the wrong
+// digest neither.
+func TestAWriteThatIsCutLeavesNothing(t *testing.T) {
+	w := newWorld(t, Options{}, realHelper)
+	dir := t.TempDir()
+	cut, err := w.Start(within(t), w.uid, bulkwire.Order{Op: bulkwire.Write, Path: filepath.Join(dir, "file")})
+	must(t, err)
+	must(t, cut.Answer(nil))
+	_, err = cut.Write([]byte("half"))
+	must(t, err)
+	must(t, cut.Close())
+	wrong, err := w.Start(within(t), w.uid, bulkwire.Order{Op: bulkwire.Write, Path: filepath.Join(dir, "file"), Digest: sum([]byte("other"))})
+	must(t, err)
+	must(t, wrong.Answer(nil))
+	_, err = wrong.Write([]byte("this"))
+	must(t, err)
+	must(t, wrong.CloseWrite())
+	if err := wrong.Result(nil); errs.ReasonOf(err) != errs.DigestMismatch {
+		t.Fatalf("got %v, want %s", err, errs.DigestMismatch)
+	}
+	must(t, wrong.Close())
+	eventually(t, "no helper is left", func() bool { return w.Active(w.uid) == 0 })
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) > 0 {
+		t.Errorf("left: %v, %v", entries, err)
+	}
+}
+
+// TestAReadIsTakenUp: from its offset, with the digest of all; not when the file is another one.
+func TestAReadIsTakenUp(t *testing.T) {
+	w := newWorld(t, Options{}, realHelper)
+	file := filepath.Join(t.TempDir(), "file")
+	want := bytes.Repeat([]byte("0123456789abcdef"), 20_000)
+	must(t, os.WriteFile(file, want, 0o600))
+	read := func(order bulkwire.Order) ([]byte, bulkwire.Info, bulkwire.Done, error) {
+		order.Op, order.Path = bulkwire.Read, file
+		tr, err := w.Start(within(t), w.uid, order)
+		must(t, err)
+		defer tr.Close()
+		var info bulkwire.Info
+		if err := tr.Answer(&info); err != nil {
+			return nil, info, bulkwire.Done{}, err
+		}
+		got, err := io.ReadAll(tr)
+		must(t, err)
+		var done bulkwire.Done
+		must(t, tr.Result(&done))
+		return got, info, done, nil
+	}
+	got, info, done, err := read(bulkwire.Order{})
+	must(t, err)
+	if !bytes.Equal(got, want) || done.Digest != sum(want) {
+		t.Fatalf("%d bytes, %+v", len(got), done)
+	}
+	got, _, done, err = read(bulkwire.Order{Offset: 100_000, HashAll: true, Version: info.Version})
+	must(t, err)
+	if !bytes.Equal(got, want[100_000:]) || done.Digest != sum(want) {
+		t.Fatalf("the rest: %d bytes, %+v", len(got), done)
+	}
+	got, _, done, err = read(bulkwire.Order{Offset: 10, Length: 7})
+	must(t, err)
+	if !bytes.Equal(got, want[10:17]) || done.Digest != sum(want[10:17]) {
+		t.Fatalf("a part: %q, %+v", got, done)
+	}
+	must(t, os.WriteFile(file, want[1:], 0o600))
+	if _, _, _, err := read(bulkwire.Order{Offset: 5, Version: info.Version}); errs.ReasonOf(err) != errs.FileChanged {
+		t.Fatalf("got %v, want %s", err, errs.FileChanged)
+	}
+}
+
+// TestHelperMemoryIsFlat: a large file needs no more than a small one (B23).
+func TestHelperMemoryIsFlat(t *testing.T) {
+	peak := make(chan int64, 8)
+	w := newWorld(t, Options{}, func(ctx context.Context, _ []string, in, out, stderr *os.File) int {
+		cmd := exec.CommandContext(ctx, helperBin)
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = in, out, stderr
+		if err := cmd.Start(); err != nil {
+			return 127
+		}
+		_, _, _ = in.Close(), out.Close(), stderr.Close()
+		_ = cmd.Wait()
+		peak <- cmd.ProcessState.SysUsage().(*syscall.Rusage).Maxrss << 10
+		return 0
+	})
+	file := filepath.Join(t.TempDir(), "file")
+	zeroes := make([]byte, 1<<20)
+	for _, mib := range []int{1, 256} {
+		tr, err := w.Start(within(t), w.uid, bulkwire.Order{Op: bulkwire.Write, Path: file})
+		must(t, err)
+		must(t, tr.Answer(nil))
+		for range mib {
+			_, err := tr.Write(zeroes)
+			must(t, err)
+		}
+		must(t, tr.CloseWrite())
+		must(t, tr.Result(nil))
+		must(t, tr.Close())
+		rd, err := w.Start(within(t), w.uid, bulkwire.Order{Op: bulkwire.Read, Path: file})
+		must(t, err)
+		must(t, rd.Answer(nil))
+		if n, err := io.Copy(io.Discard, rd); err != nil || n != int64(mib)<<20 {
+			t.Fatal(n, err)
+		}
+		must(t, rd.Result(nil))
+		must(t, rd.Close())
+		for range 2 {
+			if most := <-peak; most > 32<<20 {
+				t.Errorf("%d MiB took %d bytes of memory", mib, most)
+			}
+		}
+	}
+	st, err := os.Stat(file)
+	must(t, err)
+	if blocks := st.Sys().(*syscall.Stat_t).Blocks; blocks > 64 {
+		t.Errorf("256 MiB of zeroes took %d blocks", blocks)
+	}
+}
