@@ -66,20 +66,25 @@ func (t console) raw() (restore func(), err error) {
 	return func() { _ = term.Restore(int(t.file.Fd()), state) }, nil
 }
 
-// follow tells the process each new size, until stop.
+// follow tells the process the size, in case it has changed since the process was started, and each new
+// one, until stop.
 func (t console) follow(a *client.Attachment) (stop func()) {
 	if !t.there() {
 		return func() {}
 	}
 	changed := make(chan os.Signal, 1)
 	signal.Notify(changed, syscall.SIGWINCH)
+	tell := func() {
+		if s := t.size(); s.GetRows() > 0 {
+			a.Resize(int(s.GetRows()), int(s.GetCols()))
+		}
+	}
+	tell()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		for range changed {
-			if s := t.size(); s.GetRows() > 0 {
-				a.Resize(int(s.GetRows()), int(s.GetCols()))
-			}
+			tell()
 		}
 	}()
 	return func() {
@@ -113,17 +118,25 @@ func attached(c call, s *client.Sandbox, in *interrupts, p *client.Process, t co
 	left := errors.New("left")
 	ctx, cancel := context.WithCancelCause(c.ctx)
 	defer cancel(nil)
-	a, err := p.Attach(ctx, client.AttachOptions{Output: out, Input: input, Hold: true})
-	if err != nil {
-		return after(c, s, p, nil, err)
-	}
-	defer a.Close()
+	// Raw before the first output: who sees it may type.
 	restore := func() {}
 	if input {
+		var err error
 		if restore, err = t.raw(); err != nil {
 			return err
 		}
-		defer func() { restore() }()
+	}
+	defer func() { restore() }()
+	a, err := p.Attach(ctx, client.AttachOptions{Output: out, Input: input, Hold: true})
+	if err != nil {
+		restore()
+		restore = func() {}
+		return after(c, s, p, nil, err)
+	}
+	defer a.Close()
+	stop := t.follow(a)
+	defer stop()
+	if input {
 		go func() {
 			if !t.there() {
 				a.Feed(c.App.Reader)
@@ -136,8 +149,6 @@ func attached(c call, s *client.Sandbox, in *interrupts, p *client.Process, t co
 			}
 		}()
 	}
-	stop := t.follow(a)
-	defer stop()
 	exit, err := a.Wait()
 	restore()
 	restore = func() {}
@@ -262,13 +273,8 @@ func attachCommand() *cli.Command {
 			defer in.stop()
 			c.ctx = ctx
 			t := console{}
-			if p.Last.GetSpec().GetTerminal() != nil {
+			if p.Last.GetSpec().GetTerminal() != nil && !c.Bool("no-input") { // who only looks does not set the size
 				t = consoleOf(c.App.Reader)
-			}
-			if size := t.size(); size.GetRows() > 0 && !c.Bool("no-input") {
-				if err := p.Resize(c.ctx, int(size.GetRows()), int(size.GetCols())); err != nil {
-					return err
-				}
 			}
 			out := outputOf(c)
 			if !c.Bool("replay") {

@@ -163,9 +163,7 @@ func TestShellIsLeftAndComeBackTo(t *testing.T) {
 	if got := asked[*dormousev1.AttachOpen](t, f); got.GetStdoutOffset() != 40 || !got.GetInput() || !got.GetHold() {
 		t.Errorf("asked %v", got)
 	}
-	if got := asked[*dormousev1.ResizeTerminalRequest](t, f); got.GetTerminal().GetRows() != 33 {
-		t.Errorf("asked %v", got)
-	}
+	d.sees("size 33 101")
 	d.keys("exit\r")
 	d.ends(5)
 }
