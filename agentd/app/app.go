@@ -45,7 +45,6 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
-	"github.com/dormouse-run/dormouse/agentd/internal/network"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/ocispec"
 	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
@@ -79,6 +78,7 @@ type App struct {
 	images    *layers.Store
 	volumes   *volumeParts
 	snapshots *checkpoint.Store
+	networks  networks
 	run       *runner.Node
 	commands  *runner.Commands
 	node      *node
@@ -230,10 +230,11 @@ func (a *App) openRunner(context.Context) error {
 	if err != nil {
 		return err
 	}
-	pool := network.NewPool(network.Options{Size: a.cfg.Limits.Networks, Log: a.log})
-	a.onClose(pool.Close)
+	if a.networks, err = a.openNetworks(); err != nil {
+		return err
+	}
 	a.run, err = runner.New(runner.Options{
-		Store: a.state, Driver: a.driver, Images: images{a.images, a.cfg.Node}, Volumes: a.volumes, Networks: networks{pool}, Bundles: a.bundles,
+		Store: a.state, Driver: a.driver, Images: images{a.images, a.cfg.Node}, Volumes: a.volumes, Networks: a.networks, Bundles: a.bundles,
 		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log, a.bulk}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
@@ -307,7 +308,7 @@ func (a *App) reconcile(ctx context.Context) error {
 func (a *App) sources() reconcile.Sources {
 	return reconcile.Sources{
 		Store: a.state, Driver: a.driver, Groups: a.groups, Artefacts: a.snapshots,
-		ImageHolds: images{a.images, a.cfg.Node}.holds, VolumeHolds: a.volumes.holds,
+		ImageHolds: images{a.images, a.cfg.Node}.holds, VolumeHolds: a.volumes.holds, Networks: a.networks,
 		SandboxRoot: a.dir("sandboxes"), SnapshotRoot: a.dir("snapshots"), Mountinfo: "/proc/self/mountinfo",
 	}
 }

@@ -41,6 +41,7 @@ type Config struct {
 
 	Reserve  ReserveConfig  `yaml:"reserve"`
 	Limits   LimitsConfig   `yaml:"limits"`
+	Network  NetworkConfig  `yaml:"network"`
 	Snapshot SnapshotConfig `yaml:"snapshot"`
 	Log      obs.LogConfig  `yaml:"log"`
 }
@@ -91,6 +92,14 @@ type LimitsConfig struct {
 	Networks  int          `yaml:"networks" usage:"how many network namespaces are kept ready"`
 }
 
+// NetworkConfig is of sandboxes with an outbound network.
+type NetworkConfig struct {
+	// CIDR has no default: with it the node forwards packets, which is to be asked for.
+	CIDR    string   `yaml:"cidr" usage:"IPv4 range of the sandboxes' addresses, /16 to /28, of no use elsewhere on this node; empty: no outbound networks"`
+	Blocked []string `yaml:"blocked" usage:"IPv4 ranges that no sandbox reaches, besides the node, other sandboxes, link-local and multicast"`
+	Ready   int      `yaml:"ready" usage:"how many outbound networks are kept ready"`
+}
+
 // SnapshotConfig is of captures.
 type SnapshotConfig struct {
 	Width  int  `yaml:"width" usage:"how many sandboxes are captured at a time"`
@@ -111,10 +120,14 @@ func Defaults() Config {
 		Listen:     "127.0.0.1:7421",
 		Reserve:    ReserveConfig{CPUMillis: 0, Memory: 256 << 20, Disk: 1 << 30},
 		Limits:     LimitsConfig{Sandboxes: 1024, Commands: 20000, Networks: 4},
+		Network:    NetworkConfig{Ready: 4},
 		Snapshot:   SnapshotConfig{Width: 4, Direct: true},
 		Log:        obs.DefaultLog(),
 	}
 }
+
+// maxReady bounds the networks that are kept ready: each is a namespace of the kernel's.
+const maxReady = 256
 
 var nodeForm = regexp.MustCompile(`^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$`)
 
@@ -138,6 +151,9 @@ func (c *Config) check() error {
 	}
 	if c.Limits.Starts == 0 {
 		c.Limits.Starts = runtime.NumCPU() + 1
+	}
+	if err := c.Network.check(); err != nil {
+		return err
 	}
 	if len(c.coordinators()) == 0 {
 		return fmt.Errorf("coordinator: name its address")

@@ -53,6 +53,9 @@ func (c *channel) Resume(ctx context.Context) error {
 
 func (c *channel) Configure(ctx context.Context, id runner.Identity) error {
 	in := guest.Identity{Hostname: id.Hostname, WriteHosts: true}
+	if id.Nameservers != nil {
+		in.DNS = &guest.DNS{Nameservers: id.Nameservers}
+	}
 	if id.SecretEnv != nil {
 		in.SecretEnv = []string{}
 		for k, v := range id.SecretEnv {

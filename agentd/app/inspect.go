@@ -21,6 +21,7 @@ func (a *App) objects() map[nodev1.DebugKind]debug.Lister {
 		nodev1.DebugKind_DEBUG_KIND_SNAPSHOT: a.snapshotObjects,
 		nodev1.DebugKind_DEBUG_KIND_VOLUME:   a.volumeObjects,
 		nodev1.DebugKind_DEBUG_KIND_IMAGE:    a.imageObjects,
+		nodev1.DebugKind_DEBUG_KIND_NETWORK:  a.networkObjects,
 	}
 }
 

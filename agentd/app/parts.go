@@ -11,7 +11,6 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/bundle"
 	"github.com/dormouse-run/dormouse/agentd/internal/cgroup"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
-	"github.com/dormouse-run/dormouse/agentd/internal/network"
 	"github.com/dormouse-run/dormouse/agentd/internal/ocispec"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
@@ -115,16 +114,6 @@ func (i images) holds(ctx context.Context) (map[string][]string, error) {
 		}
 	}
 	return out, nil
-}
-
-type networks struct{ pool *network.Pool }
-
-func (n networks) Acquire(ctx context.Context, uid, mode string) (runner.Lease, error) {
-	lease, err := n.pool.Acquire(ctx, uid, network.Mode(mode))
-	if err != nil {
-		return nil, err
-	}
-	return lease, nil
 }
 
 // bundles are the runtime bundles below a root. Each was verified when it was opened first.

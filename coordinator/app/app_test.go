@@ -427,7 +427,7 @@ func TestStrictAtTheDoor(t *testing.T) {
 		"no image":      {&dormousev1.SandboxSpec{}, errs.InvalidField},
 		"below floor":   {&dormousev1.SandboxSpec{Image: "x", Resources: &dormousev1.Resources{MemoryLimitBytes: 1}}, errs.BelowFloor},
 		"above all":     {&dormousev1.SandboxSpec{Image: "x", Resources: &dormousev1.Resources{MemoryRequestBytes: 1 << 50}}, errs.AboveEveryNode},
-		"outbound":      {&dormousev1.SandboxSpec{Image: "x", Network: dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND}, errs.NotSupported},
+		"egress alone":  {&dormousev1.SandboxSpec{Image: "x", Egress: &dormousev1.EgressPolicy{}}, errs.InvalidField},
 		"volume absent": {&dormousev1.SandboxSpec{Image: "x", Volumes: []*dormousev1.VolumeMount{{VolumeUid: uid.New(), Path: "/d"}}}, errs.ObjectNotFound},
 		"unsafe path":   {&dormousev1.SandboxSpec{Image: "x", Volumes: []*dormousev1.VolumeMount{{VolumeUid: uid.New(), Path: "/d/../e"}}}, errs.UnsafePath},
 	} {

@@ -54,6 +54,10 @@ func Agentd() []string {
 		after("volume", "record", "stage", "fill", "meta", "rename"),
 		around("volume", "attach", "detach", "trash"),
 		after("volume", "emptied", "forget"),
+		// The outbound network: the table at the start, a device for the pool, a sandbox's policy, and back.
+		after("network", "table", "link"),
+		around("network", "policy"),
+		after("network", "unpolicy", "unlink"),
 		// Images: the pull into containerd, the conversion, and who holds the result.
 		after("image", "pull", "stage", "build", "file", "record", "alias", "hold", "release"),
 		after("image", "unrecord", "unlink", "layers"),

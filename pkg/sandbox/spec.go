@@ -57,7 +57,7 @@ type VolumeMount struct {
 // NetworkMode says what a sandbox can reach.
 type NetworkMode string
 
-// NetworkNone is loopback only. NetworkOutbound is reserved and refused for now.
+// NetworkNone is loopback only. NetworkOutbound reaches out by NAT, under the policy of Egress.
 const (
 	NetworkNone     NetworkMode = "none"
 	NetworkOutbound NetworkMode = "outbound"
@@ -91,6 +91,8 @@ type Spec struct {
 	OnIdle          IdleAction        `json:"on_idle,omitempty"`
 	Lifetime        time.Duration     `json:"lifetime,omitempty"`
 	WakeOnUse       bool              `json:"wake_on_use,omitempty"`
+	// Egress is what it may reach, with NetworkOutbound only. Nil: all but what is always blocked.
+	Egress *Egress `json:"egress,omitempty"`
 }
 
 // Clone gives a copy that shares nothing.
@@ -99,6 +101,7 @@ func (s Spec) Clone() Spec {
 	s.Env = maps.Clone(s.Env)
 	s.Volumes = slices.Clone(s.Volumes)
 	s.NodeSelector = maps.Clone(s.NodeSelector)
+	s.Egress = s.Egress.Clone()
 	return s
 }
 

@@ -266,8 +266,12 @@ func (s Spec) Validate() *Problem {
 		return tooLarge("spec.image", "bytes", MaxImage, len(s.Image))
 	case s.RunImageCommand && len(s.Command) > 0:
 		return invalid("spec.run_image_command", "and a command exclude each other")
-	case s.Network != "" && s.Network != NetworkNone:
-		return &Problem{Reason: "NOT_SUPPORTED", Field: "spec.network", Message: "network mode " + string(s.Network) + " is not supported; use none", Details: map[string]string{"feature": "network " + string(s.Network)}}
+	case s.Network != "" && s.Network != NetworkNone && s.Network != NetworkOutbound:
+		return invalid("spec.network", "none or outbound")
+	case s.Egress != nil && s.Network != NetworkOutbound:
+		return invalid("spec.egress", "only with network outbound")
+	case s.Egress.namesDomains():
+		return &Problem{Reason: "NOT_SUPPORTED", Field: "spec.egress", Message: "domains in an egress policy are not supported; use CIDRs", Details: map[string]string{"feature": "egress domains"}}
 	case s.RuntimeClass != "" && s.RuntimeClass != "runsc":
 		return &Problem{Reason: "NOT_SUPPORTED", Field: "spec.runtime_class", Message: "the only runtime class is runsc", Details: map[string]string{"feature": "runtime class"}}
 	case s.Hostname != "" && (len(s.Hostname) > MaxName || !hostForm.MatchString(s.Hostname)):
@@ -285,6 +289,7 @@ func (s Spec) Validate() *Problem {
 		func() *Problem { return ValidateTimer("spec.lifetime", s.Lifetime) },
 		func() *Problem { return ValidateIdle("spec.", s.IdleTimeout, s.OnIdle) },
 		func() *Problem { return validateVolumes(s.Volumes) },
+		func() *Problem { return s.Egress.Validate("spec.egress") },
 	} {
 		if p := check(); p != nil {
 			return p

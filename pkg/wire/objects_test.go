@@ -39,6 +39,12 @@ func random(r *rand.Rand, v reflect.Value) {
 	case *sandbox.NetworkMode:
 		*x = pick(r, []sandbox.NetworkMode{"", sandbox.NetworkNone, sandbox.NetworkOutbound})
 		return
+	case *sandbox.EgressAction:
+		*x = pick(r, []sandbox.EgressAction{"", sandbox.EgressAllow, sandbox.EgressDeny})
+		return
+	case *sandbox.Protocol:
+		*x = pick(r, []sandbox.Protocol{"", sandbox.TCP, sandbox.UDP, sandbox.ICMP})
+		return
 	}
 	switch v.Kind() {
 	case reflect.String:
@@ -47,6 +53,8 @@ func random(r *rand.Rand, v reflect.Value) {
 		v.SetBool(r.IntN(2) == 0)
 	case reflect.Int32, reflect.Int64:
 		v.SetInt(r.Int64N(1 << 30))
+	case reflect.Uint16:
+		v.SetUint(uint64(r.IntN(1 << 16)))
 	case reflect.Uint64:
 		v.SetUint(r.Uint64())
 	case reflect.Struct:

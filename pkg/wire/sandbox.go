@@ -53,7 +53,7 @@ func SpecToProto(s sandbox.Spec) *dormousev1.SandboxSpec {
 	p := &dormousev1.SandboxSpec{
 		Image: text(s.Image), Command: texts(s.Command), RunImageCommand: s.RunImageCommand, Env: cloneMap(s.Env),
 		User: text(s.User), WorkingDir: text(s.WorkingDir), Network: networkToProto(s.Network), RuntimeClass: text(s.RuntimeClass),
-		NodeSelector: cloneMap(s.NodeSelector), Hostname: text(s.Hostname), Resources: resourcesToProto(s.Resources),
+		NodeSelector: cloneMap(s.NodeSelector), Hostname: text(s.Hostname), Resources: resourcesToProto(s.Resources), Egress: EgressToProto(s.Egress),
 		IdleTimeout: toDuration(s.IdleTimeout), OnIdle: IdleActionToProto(s.OnIdle), Lifetime: toDuration(s.Lifetime), WakeOnUse: s.WakeOnUse,
 	}
 	for _, v := range s.Volumes {
@@ -68,10 +68,14 @@ func SpecFromProto(p *dormousev1.SandboxSpec) (sandbox.Spec, error) {
 	if err != nil {
 		return sandbox.Spec{}, err
 	}
+	egress, err := EgressFromProto(p.GetEgress())
+	if err != nil {
+		return sandbox.Spec{}, err
+	}
 	s := sandbox.Spec{
 		Image: p.GetImage(), Command: cloneSlice(p.GetCommand()), RunImageCommand: p.GetRunImageCommand(), Env: cloneMap(p.GetEnv()),
 		User: p.GetUser(), WorkingDir: p.GetWorkingDir(), Network: network, RuntimeClass: p.GetRuntimeClass(),
-		NodeSelector: cloneMap(p.GetNodeSelector()), Hostname: p.GetHostname(), Resources: resourcesFromProto(p.GetResources()),
+		NodeSelector: cloneMap(p.GetNodeSelector()), Hostname: p.GetHostname(), Resources: resourcesFromProto(p.GetResources()), Egress: egress,
 		WakeOnUse: p.GetWakeOnUse(),
 	}
 	if s.OnIdle, err = IdleActionFromProto(p.GetOnIdle()); err != nil {

@@ -112,6 +112,9 @@ const (
 // AgentAddress is where node i's agentd listens, inside the fabric.
 func (c *Cluster) AgentAddress(i int) string { return net.JoinHostPort(fabric.NodeAddr(i), agentPort) }
 
+// NetworkCIDR is the range of the sandboxes' addresses on each node.
+const NetworkCIDR = "10.89.0.0/24"
+
 type dict = map[string]any
 
 func tlsKeys(f pki.Files) dict { return dict{"ca": f.CA, "cert": f.Cert, "key": f.Key} }
@@ -161,7 +164,9 @@ func (c *Cluster) writeConfigs() error {
 			"labels":      dict{"zone": fmt.Sprintf("z%d", i)},
 			// Two nodes share the machine: each offers half of it.
 			"limits": dict{"cpu_millis": 8000, "memory": "8Gi"},
-			"log":    dict{"level": "debug", "format": "json"},
+			// In the node's own namespace, so that the same addresses are of use on every node.
+			"network": dict{"cidr": NetworkCIDR, "ready": 2},
+			"log":     dict{"level": "debug", "format": "json"},
 		}
 		if err := writeYAML(c.AgentdConfig(i), agentd); err != nil {
 			return err
@@ -293,9 +298,18 @@ func (c *Cluster) Overview(ctx context.Context, i int) (over *nodev1.OverviewRes
 }
 
 // Doctor gives what the doctor of node i finds.
-func (c *Cluster) Doctor(ctx context.Context, i int) (found []*nodev1.Finding, err error) {
+func (c *Cluster) Doctor(ctx context.Context, i int) ([]*nodev1.Finding, error) {
+	return c.doctor(ctx, i, false)
+}
+
+// Fix has the doctor of node i remove what may be removed, and gives what it found.
+func (c *Cluster) Fix(ctx context.Context, i int) ([]*nodev1.Finding, error) {
+	return c.doctor(ctx, i, true)
+}
+
+func (c *Cluster) doctor(ctx context.Context, i int, fix bool) (found []*nodev1.Finding, err error) {
 	err = c.debug(i, func(d nodev1.DebugServiceClient) error {
-		r, err := d.Doctor(ctx, &nodev1.DoctorRequest{})
+		r, err := d.Doctor(ctx, &nodev1.DoctorRequest{Fix: fix})
 		found = r.GetFindings()
 		return err
 	})

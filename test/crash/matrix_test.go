@@ -62,6 +62,13 @@ func matrix() []row {
 	add(agentd, "checkpoint-paused", capturePaused, "checkpoint.freezing.after", "checkpoint.save.after", "checkpoint.record.after")
 	add(agentd, "delete-snapshot", dropSnapshot, of("snapshot.")...)
 	add(agentd, "end", ending, of("stop.")...)
+	add(agentd, "create-outbound", createOutbound, append(of("network.policy"), "network.link.after", "start.intent.after", "start.network.after", "start.runtime.after",
+		"network.policy.after+network.unpolicy.after", "start.network.after+network.unlink.after")...)
+	add(agentd, "restore-outbound", restoreOutbound, "network.policy.after", "restore.network.after", "restore.runtime.after")
+	add(agentd, "delete-outbound", removeOutbound, of("network.unpolicy", "network.unlink")...)
+	for _, p := range []string{"network.table.after", "network.link.after"} {
+		all = append(all, row{name: "boot", daemon: agentd, do: nothing, points: []string{p}, boot: true})
+	}
 	made := of("volume.record", "volume.stage", "volume.fill", "volume.meta", "volume.rename")
 	add(agentd, "create-volume", createVolume, made...)
 	add(agentd, "clone-volume", cloneVolume, made...)

@@ -53,6 +53,7 @@ var elsewhere = map[string]string{
 	"agentd/internal/runner.makeSpec":             "start.spec.before start.spec.after",
 	"agentd/internal/runner.keepFinal":            "stop.record.before",
 	"agentd/internal/runner.New":                  "start",
+	"agentd/internal/network.setSysctl":           "network.table.after network.link.after",
 	"agentd/internal/bundle.Install":              "start",
 	"agentd/internal/bundle.copyBundle":           "start",
 	"agentd/internal/layers.clearStaging":         "recover.images.before recover.images.after",

@@ -3,11 +3,13 @@ package crash
 import (
 	"context"
 	"fmt"
+	"strings"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 	"github.com/dormouse-run/dormouse/test/cluster"
+	"github.com/dormouse-run/dormouse/test/fabric"
 )
 
 // operation is one call of the public API that a daemon's death cuts in two.
@@ -66,6 +68,66 @@ func bare(w *world) operation {
 		check: func() { w.answers(made) },
 		clean: func() { w.drop(made) },
 	}
+}
+
+// outbound is the spec of a sandbox that has an address and listens on it.
+func (w *world) outbound() *dormousev1.SandboxSpec {
+	spec := w.spec()
+	spec.Network = dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND
+	spec.Command = []string{"sh", "-c", "(while true; do nc -l -p 7 -e cat; done) & " + subject}
+	return spec
+}
+
+// connects checks that a sandbox answers at its address, from the node's side.
+func (w *world) connects(s *client.Sandbox) {
+	w.Helper()
+	out, err := cluster.Exec(w.ctx, s, "sh", "-c", `ip -4 -o addr show eth0 | sed 's/.* inet \([0-9.]*\).*/\1/'`)
+	w.ok(err)
+	address := strings.TrimSpace(string(out)) + ":7"
+	w.await(address+" answers", func() error {
+		c, err := fabric.Dialer(w.NodeNetns(1))(w.ctx, "tcp4", address)
+		if err != nil {
+			return err
+		}
+		return c.Close()
+	})
+}
+
+func createOutbound(w *world) operation {
+	var made *client.Sandbox
+	req := &dormousev1.CreateSandboxRequest{OperationId: uid.New(), Spec: w.outbound()}
+	return operation{
+		id:    req.OperationId,
+		run:   func(ctx context.Context) (err error) { made, err = w.api.CreateSandbox(ctx, req); return err },
+		check: func() { w.answers(made); w.connects(made) },
+		clean: func() { w.drop(made) },
+	}
+}
+
+func restoreOutbound(w *world) operation {
+	source, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: w.outbound()})
+	w.ok(err)
+	w.connects(source)
+	snap, err := source.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})
+	w.ok(err)
+	var made *client.Sandbox
+	req := &dormousev1.RestoreSandboxRequest{OperationId: uid.New()}
+	return operation{
+		id:    req.OperationId,
+		run:   func(ctx context.Context) (err error) { made, err = snap.Restore(ctx, req); return err },
+		check: func() { w.answers(made); w.connects(made); w.connects(source) },
+		clean: func() {
+			w.drop(source, made)
+			w.ok(gone(snap.Delete(w.ctx, "")))
+		},
+	}
+}
+
+func removeOutbound(w *world) operation {
+	s, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: w.outbound()})
+	w.ok(err)
+	id := uid.New()
+	return operation{id: id, run: func(ctx context.Context) error { return s.Delete(ctx, id) }, check: func() {}, clean: func() {}}
 }
 
 func restore(w *world) operation {

@@ -37,7 +37,7 @@ func newApp(out, err io.Writer) *cli.App {
 			listCommand("ls", "list sandboxes", nodev1.DebugKind_DEBUG_KIND_SANDBOX),
 			{
 				Name: "inspect", Usage: "show the record and the observed state of an object, as JSON", ArgsUsage: "UID",
-				Flags:  flags(&cli.StringFlag{Name: "kind", Usage: "sandbox, snapshot, volume or image", Value: "sandbox"}),
+				Flags:  flags(&cli.StringFlag{Name: "kind", Usage: "sandbox, snapshot, volume, image or network", Value: "sandbox"}),
 				Action: action(1, 1, inspect),
 			},
 			{Name: "ps", Usage: "list the processes of a sandbox", ArgsUsage: "UID", Flags: flags(), Action: action(1, 1, ps)},
@@ -52,6 +52,7 @@ func newApp(out, err io.Writer) *cli.App {
 			listCommand("layers", "list images and their EROFS files", nodev1.DebugKind_DEBUG_KIND_IMAGE),
 			listCommand("snapshots", "list snapshots", nodev1.DebugKind_DEBUG_KIND_SNAPSHOT),
 			listCommand("volumes", "list volumes", nodev1.DebugKind_DEBUG_KIND_VOLUME),
+			listCommand("network", "list the sandboxes with an outbound network: addresses, bytes, and packets that the policy refused", nodev1.DebugKind_DEBUG_KIND_NETWORK),
 			{
 				Name: "doctor", Usage: "compare the records with the node; exit code 1 when something remains",
 				Flags:  flags(&cli.BoolFlag{Name: "fix", Usage: "remove what is proven to be agentd's own and unowned"}),
@@ -139,7 +140,7 @@ func objectColumns(objects []*nodev1.DebugObject) []command.Column[*nodev1.Debug
 func inspect(c call) error {
 	kind, ok := nodev1.DebugKind_value["DEBUG_KIND_"+strings.ToUpper(c.String("kind"))]
 	if !ok || kind == 0 {
-		return command.Usage(c.Context, "--kind %q: sandbox, snapshot, volume or image", c.String("kind"))
+		return command.Usage(c.Context, "--kind %q: sandbox, snapshot, volume, image or network", c.String("kind"))
 	}
 	resp, err := c.node.Inspect(c.ctx, &nodev1.InspectRequest{Kind: nodev1.DebugKind(kind), Uid: c.Args().First()})
 	if err != nil {

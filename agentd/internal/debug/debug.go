@@ -51,7 +51,7 @@ func (s *Server) Overview(ctx context.Context, _ *nodev1.OverviewRequest) (*node
 func (s *Server) list(ctx context.Context, kind nodev1.DebugKind) ([]Object, error) {
 	lister, ok := s.Objects[kind]
 	if !ok {
-		return nil, errs.New(errs.InvalidField, "kind: sandbox, snapshot, volume or image").With("field", "kind")
+		return nil, errs.New(errs.InvalidField, "kind: sandbox, snapshot, volume, image or network").With("field", "kind")
 	}
 	return lister(ctx)
 }

@@ -1,18 +1,3 @@
-// Package network prepares what a sandbox needs to be on a network, and takes it back.
-//
-// So far there is one mode, ModeNone: loopback only. Making a network namespace takes locks of the
-// whole machine, so a pool makes them ahead of need.
-//
-// # Lifecycle of a namespace
-//
-//	made (anonymous, loopback up) -> idle in the pool -> leased to one sandbox -> entered by it -> gone
-//
-// A namespace has no name and no mount: it lives as long as someone holds it. The pool holds it by a
-// descriptor until the lease is released; the sandbox holds it by being in it. So nothing is left
-// behind by an agent that is killed at any line, and there is nothing to reconcile.
-//
-// A namespace is handed out once: the runtime takes the addresses out of the namespace that it enters,
-// and a restore needs a fresh one too.
 package network
 
 import (
@@ -33,14 +18,18 @@ import (
 // Mode is what a sandbox may reach.
 type Mode string
 
-// ModeNone reaches nothing but the sandbox itself.
-const ModeNone Mode = "none"
+// ModeNone reaches nothing but the sandbox itself, ModeOutbound what its policy lets it.
+const (
+	ModeNone     Mode = "none"
+	ModeOutbound Mode = "outbound"
+)
 
 // Lease is one sandbox's network.
 type Lease struct {
-	uid  string
-	mode Mode
-	path string
+	uid     string
+	mode    Mode
+	path    string
+	servers []string
 
 	mu sync.Mutex
 	fd int // -1 once released
@@ -51,6 +40,9 @@ func (l *Lease) UID() string { return l.uid }
 
 // Mode is the mode it was acquired with.
 func (l *Lease) Mode() Mode { return l.mode }
+
+// Nameservers are the addresses of the resolver that the sandbox is to ask; none in ModeNone.
+func (l *Lease) Nameservers() []string { return l.servers }
 
 // Path names the namespace for the OCI spec. It is good until Release and in every process that sees
 // the host's processes.
@@ -110,7 +102,7 @@ func (p *Pool) Idle() int { return len(p.idle) }
 // NOT_SUPPORTED for a mode that this node does not have. Nothing is held after an error.
 func (p *Pool) Acquire(ctx context.Context, uid string, mode Mode) (*Lease, error) {
 	if mode != ModeNone {
-		return nil, errs.New(errs.NotSupported, "the network mode %q is not available on this node; ask for %q", mode, ModeNone).With("feature", "network "+string(mode))
+		return nil, NotHere(mode)
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -129,12 +121,18 @@ func (p *Pool) Acquire(ctx context.Context, uid string, mode Mode) (*Lease, erro
 	return &Lease{uid: uid, mode: mode, fd: fd, path: fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), fd)}, nil
 }
 
+// NotHere is the error for a mode that this node does not have.
+func NotHere(mode Mode) error {
+	return errs.New(errs.NotSupported, "the network mode %q is not available on this node; ask for %q, or set network.cidr in the configuration of agentd", mode, ModeNone).
+		With("feature", "network "+string(mode))
+}
+
 func (p *Pool) take() (int, error) {
 	select {
 	case fd := <-p.idle:
 		return fd, nil
 	default:
-		return newNamespace()
+		return newNamespace(nil)
 	}
 }
 
@@ -149,7 +147,7 @@ func (p *Pool) fill(ctx context.Context) {
 			return
 		case <-retry.C:
 		}
-		fd, err := newNamespace()
+		fd, err := newNamespace(nil)
 		if err != nil {
 			p.log.Error("make a network namespace for the pool", "error", err)
 			retry.Reset(time.Second)
@@ -179,19 +177,31 @@ func (p *Pool) Close() error {
 	}
 }
 
-// newNamespace makes an anonymous namespace with loopback up and gives a descriptor of it.
-func newNamespace() (int, error) {
+// newNamespace makes an anonymous namespace with loopback up and gives a descriptor of it. furnish, if not nil, is
+// called in it, on its thread.
+func newNamespace(furnish func(h *netlink.Handle) error) (int, error) {
 	type result struct {
 		fd  int
 		err error
 	}
 	done := make(chan result, 1)
-	go func() {
-		// Never unlocked: the thread that entered the new namespace ends with this goroutine.
+	var attempt func()
+	attempt = func() {
 		runtime.LockOSThread()
-		fd, err := namespaceOnThread()
+		if unix.Gettid() == os.Getpid() {
+			// The first thread cannot end, and stands for the process in /proc: it stays where it is. While this
+			// goroutine holds it, another one gets another thread.
+			defer runtime.UnlockOSThread()
+			again := make(chan struct{})
+			go func() { defer close(again); attempt() }()
+			<-again
+			return
+		}
+		// Never unlocked: the thread that entered the new namespace ends with this goroutine.
+		fd, err := namespaceOnThread(furnish)
 		done <- result{fd, err}
-	}()
+	}
+	go attempt()
 	r := <-done
 	if r.err != nil {
 		return -1, errs.Wrap(r.err, errs.InternalError, "make a network namespace: %v", r.err)
@@ -199,7 +209,7 @@ func newNamespace() (int, error) {
 	return r.fd, nil
 }
 
-func namespaceOnThread() (int, error) {
+func namespaceOnThread(furnish func(h *netlink.Handle) error) (int, error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return -1, fmt.Errorf("unshare: %w", err)
 	}
@@ -214,6 +224,11 @@ func namespaceOnThread() (int, error) {
 	}
 	if err := h.LinkSetUp(lo); err != nil {
 		return -1, fmt.Errorf("set loopback up: %w", err)
+	}
+	if furnish != nil {
+		if err := furnish(h); err != nil {
+			return -1, err
+		}
 	}
 	fd, err := unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {

@@ -19,6 +19,9 @@ import (
 const agentEnv = "DORMOUSE_NETWORK_TEST_AGENT"
 
 func TestMain(m *testing.M) {
+	if os.Getenv(ownEnv) == "" {
+		os.Exit(inOwnNamespace())
+	}
 	if os.Getenv(agentEnv) != "" {
 		playAgent()
 	}

@@ -74,6 +74,8 @@ type Sandbox struct {
 	Flags        []string `json:"flags,omitempty"`
 	RestoredFrom string   `json:"restored_from,omitempty"`
 	Hostname     string   `json:"hostname,omitempty"`
+	// Address is the lease of its network: nobody else has it while it is written here.
+	Address string `json:"address,omitempty"`
 	// Handle is the driver's, opaque.
 	Handle []byte `json:"handle,omitempty"`
 	// GuestGeneration is the channel generation of its guest init.

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/network"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
@@ -24,6 +25,8 @@ const (
 	OrphanMount      Kind = "orphan-mount"       // a mount below the sandboxes' folder
 	OrphanImageHold  Kind = "orphan-image-hold"  // an image is kept for nobody
 	OrphanVolumeHold Kind = "orphan-volume-hold" // a volume is attached to nobody
+	OrphanLease      Kind = "orphan-lease"       // an address is kept for nobody
+	OrphanNetwork    Kind = "orphan-network"     // a device or rules of an address that nobody has
 	OrphanStaging    Kind = "orphan-staging"     // what a failed capture left
 	OrphanArtefact   Kind = "orphan-artefact"    // an artefact without a record
 	LostSandbox      Kind = "lost-sandbox"       // recorded as running, and not there
@@ -42,6 +45,7 @@ type Observed struct {
 	// ImageHolds and VolumeHolds give what each holder has, by holder.
 	ImageHolds  map[string][]string
 	VolumeHolds map[string][]string
+	Network     network.Inventory
 }
 
 // Counts is how much was looked at, by kind of object.
@@ -50,6 +54,7 @@ func (o Observed) Counts() map[string]int {
 		"runtime": len(o.Runtime), "cgroups": len(o.Groups), "folders": len(o.Folders), "mounts": len(o.Mounts),
 		"artefacts": len(o.Artefacts.Published), "staging": len(o.Artefacts.Staging) + len(o.Artefacts.Trash),
 		"image-holds": len(o.ImageHolds), "volume-holds": len(o.VolumeHolds),
+		"leases": len(o.Network.Holders), "networks": len(o.Network.Leftovers),
 	}
 }
 
@@ -155,6 +160,14 @@ func (d *differ) holds(seen Observed) {
 		if _, ok := d.boxes[holder]; !ok {
 			d.orphan(OrphanVolumeHold, holder, "holds "+strings.Join(seen.VolumeHolds[holder], ", "))
 		}
+	}
+	for _, holder := range slices.Sorted(maps.Keys(seen.Network.Holders)) {
+		if _, ok := d.boxes[holder]; !ok {
+			d.orphan(OrphanLease, holder, "has the address "+strings.Join(seen.Network.Holders[holder], ", "))
+		}
+	}
+	for _, left := range seen.Network.Leftovers {
+		d.orphan(OrphanNetwork, left.Address, left.What)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/network"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -34,6 +35,11 @@ type Sources struct {
 	// ImageHolds and VolumeHolds list what each holder of this node has.
 	ImageHolds  func(ctx context.Context) (map[string][]string, error)
 	VolumeHolds func(ctx context.Context) (map[string][]string, error)
+	// Networks are the leases, and what is on the node that no lease explains. Purge removes the latter.
+	Networks interface {
+		Observe() (network.Inventory, error)
+		Purge(address string) error
+	}
 	// SandboxRoot and SnapshotRoot are the folders.
 	SandboxRoot, SnapshotRoot string
 	// Mountinfo is the mount table to look at.
@@ -80,7 +86,10 @@ func (s Sources) Observe(ctx context.Context) (Observed, error) {
 	if o.ImageHolds, err = s.ImageHolds(ctx); err != nil {
 		return o, err
 	}
-	o.VolumeHolds, err = s.VolumeHolds(ctx)
+	if o.VolumeHolds, err = s.VolumeHolds(ctx); err != nil {
+		return o, err
+	}
+	o.Network, err = s.Networks.Observe()
 	return o, err
 }
 
@@ -171,6 +180,9 @@ func (s Sources) examine(ctx context.Context) (Observed, []Finding, error) {
 }
 
 func (s Sources) fix(ctx context.Context, p Purger, f Finding) error {
+	if f.Kind == OrphanNetwork {
+		return s.Networks.Purge(f.Name)
+	}
 	if err := uid.Check(f.Name); err != nil {
 		return errs.New(errs.InvalidField, "%q is no uid, so it was not made by this node; look at it by hand", f.Name).With("field", "name")
 	}

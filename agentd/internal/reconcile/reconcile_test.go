@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/network"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
@@ -82,6 +83,7 @@ func TestDiff(t *testing.T) {
 		Artefacts:   checkpoint.Observed{Published: []string{"snap", "stray"}, Staging: []string{"saving", "half"}, Trash: []string{"old"}},
 		ImageHolds:  map[string][]string{"good": {"i"}, "snap": {"i"}, "nobody": {"i"}},
 		VolumeHolds: map[string][]string{"good": {"v"}, "snap": {"v"}},
+		Network:     network.Inventory{Holders: map[string][]string{"good": {"10.0.0.2"}, "gone": {"10.0.0.3"}}, Leftovers: []network.Leftover{{Address: "10.0.0.4", What: "a device"}}},
 	}
 	var got []string
 	for _, f := range Diff(rec, seen, "/s", "/a") {
@@ -93,7 +95,7 @@ func TestDiff(t *testing.T) {
 	want := []string{
 		"lost-artefact torn false", "lost-sandbox lost false",
 		"orphan-artefact stray false", "orphan-cgroup alien true", "orphan-cgroup group true", "orphan-folder folder true",
-		"orphan-image-hold nobody true", "orphan-mount /s/good/m false", "orphan-sandbox alien true",
+		"orphan-image-hold nobody true", "orphan-lease gone true", "orphan-mount /s/good/m false", "orphan-network 10.0.0.4 true", "orphan-sandbox alien true",
 		"orphan-staging half true", "orphan-staging old true", "orphan-volume-hold snap true", "stuck-delete stuck true", "stuck-snapshot going true",
 	}
 	if !slices.Equal(got, want) {
@@ -135,7 +137,7 @@ func newSite(t *testing.T) *site {
 	if err := os.WriteFile(mounts, []byte("1 2 0:3 / /proc rw - proc proc rw\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s.sources = Sources{Store: s, Driver: s, Groups: noGroups{}, Artefacts: noArtefacts{}, ImageHolds: none, VolumeHolds: none,
+	s.sources = Sources{Store: s, Driver: s, Groups: noGroups{}, Artefacts: noArtefacts{}, ImageHolds: none, VolumeHolds: none, Networks: noNetworks{},
 		SandboxRoot: t.TempDir(), SnapshotRoot: t.TempDir(), Mountinfo: mounts}
 	return s
 }
@@ -172,3 +174,8 @@ func TestFixIsBelievedOnlyWhenSeen(t *testing.T) {
 		}
 	}
 }
+
+type noNetworks struct{}
+
+func (noNetworks) Observe() (network.Inventory, error) { return network.Inventory{}, nil }
+func (noNetworks) Purge(string) error                  { return nil }

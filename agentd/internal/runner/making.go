@@ -96,26 +96,42 @@ func (o *owner) removeFolder(context.Context) error {
 	return nil
 }
 
-func (o *owner) acquireNetwork(ctx context.Context, _ *build) error {
-	mode := o.rec.Spec.Network
-	if mode == "" {
-		mode = sandbox.NetworkNone
+func networkMode(spec sandbox.Spec) string {
+	if spec.Network == "" {
+		return string(sandbox.NetworkNone)
 	}
-	lease, err := o.n.Networks.Acquire(ctx, o.uid, string(mode))
+	return string(spec.Network)
+}
+
+// reserveNetwork chooses the address, so that it is durable with the intent. Only in memory until then.
+func (o *owner) reserveNetwork(ctx context.Context) error {
+	address, err := o.n.Networks.Reserve(ctx, o.uid, networkMode(o.rec.Spec))
+	o.rec.Address = address
+	return err
+}
+
+func (o *owner) acquireNetwork(ctx context.Context, b *build) error {
+	lease, err := o.n.Networks.Acquire(ctx, o.uid, networkMode(o.rec.Spec), o.rec.Spec.Egress)
 	if err != nil {
 		return err
 	}
 	o.lease = lease
+	b.identity.Nameservers = lease.Nameservers()
 	return nil
 }
 
-func (o *owner) releaseNetwork(context.Context) error {
+// leaveNamespace lets go of the namespace: a sandbox that entered it keeps it.
+func (o *owner) leaveNamespace() error {
 	if o.lease == nil {
 		return nil
 	}
 	lease := o.lease
 	o.lease = nil
 	return lease.Release()
+}
+
+func (o *owner) removeNetwork(context.Context) error {
+	return errors.Join(o.leaveNamespace(), o.n.Networks.Remove(o.uid))
 }
 
 const specName = "spec.json"
@@ -184,7 +200,7 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 		o.rec.StartTime = o.n.Now().UTC()
 	}
 	// The sandbox has entered the namespace and keeps it.
-	return o.releaseNetwork(ctx)
+	return o.leaveNamespace()
 }
 
 // deleteRuntime ends and removes the driver's side, and looks whether it is gone.

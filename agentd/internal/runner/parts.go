@@ -8,6 +8,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
 // Image is a read-only layer that is present on the node.
@@ -51,12 +52,24 @@ type Volumes interface {
 // Lease is a network namespace that is kept until the sandbox has entered it.
 type Lease interface {
 	Path() string
+	// Nameservers are those that the sandbox is to ask; nil leaves it what it has.
+	Nameservers() []string
 	Release() error
 }
 
-// Networks hands out network namespaces; nothing of them is durable.
+// Networks hands out network namespaces, addresses and what may pass. An address is a lease: it is reserved in memory,
+// made durable in the sandbox's record by the runner before it is used, and freed once no record has it.
 type Networks interface {
-	Acquire(ctx context.Context, uid, mode string) (Lease, error)
+	// Reserve gives the uid the address that it has until Free; "" for a mode without. Idempotent.
+	Reserve(ctx context.Context, uid, mode string) (address string, err error)
+	// Acquire puts the policy in force and gives the namespace. Remove takes it back, also after an error.
+	Acquire(ctx context.Context, uid, mode string, egress *sandbox.Egress) (Lease, error)
+	// SetEgress puts another policy in force.
+	SetEgress(uid string, egress *sandbox.Egress) error
+	// Remove takes back all but the address, and observes that it is gone. Idempotent.
+	Remove(uid string) error
+	// Free gives the address back. Idempotent; only after Remove, and once no record has it.
+	Free(uid string)
 }
 
 // Bundle is a runtime bundle on this node.
@@ -109,6 +122,8 @@ type Specs interface {
 // Identity is what guest init is told about the sandbox it is in.
 type Identity struct {
 	Hostname string
+	// Nameservers go to /etc/resolv.conf. Nil leaves what is there.
+	Nameservers []string
 	// SecretEnv goes to the main command. Nil leaves what guest init has.
 	SecretEnv map[string]string
 }

@@ -144,6 +144,10 @@ func (n *Node) Purge(ctx context.Context, uid string) error {
 		if o.exists {
 			return wrongPhase(o.rec, "it is recorded; delete it by its name")
 		}
-		return o.unmake(ctx)
+		if err := o.unmake(ctx); err != nil {
+			return err
+		}
+		n.Networks.Free(uid)
+		return nil
 	})
 }

@@ -45,7 +45,7 @@ func (o *owner) steps(b *build) []step {
 		{name: "image", do: b.with(o.holdImage), undo: o.releaseImage, keeps: true, stays: true},
 		{name: "volumes", do: b.with(o.attachVolumes), undo: o.detachVolumes, keeps: true, stays: true},
 		{name: "folder", do: b.with(o.makeFolder), undo: o.removeFolder, keeps: true, stays: true},
-		{name: "network", do: b.with(o.acquireNetwork), undo: o.releaseNetwork},
+		{name: "network", do: b.with(o.acquireNetwork), undo: o.removeNetwork},
 		{name: "spec", do: b.with(o.makeSpec), undo: nothing},
 		{name: runtimeStep, do: b.with(o.startRuntime), undo: o.deleteRuntime},
 		{name: "guest", do: b.with(o.greetGuest), undo: o.leaveGuest},

@@ -168,6 +168,10 @@ func (o *owner) create(ctx context.Context, b *build) error {
 	if err := o.n.fault(b.verb + ".intent.before"); err != nil {
 		return err
 	}
+	if err := o.reserveNetwork(ctx); err != nil {
+		o.rec = nodestate.Sandbox{}
+		return err
+	}
 	err = o.observe(o.rec)
 	if err == nil {
 		err = o.n.fault(b.verb + ".intent.after")
@@ -179,7 +183,12 @@ func (o *owner) create(ctx context.Context, b *build) error {
 		return err
 	}
 	if o.rec.UID == "" {
-		return err // the intent was not written: there is nothing to undo
+		// The intent was not written: there is nothing to undo but what is in memory.
+		if removeErr := o.n.Networks.Remove(o.uid); removeErr != nil {
+			return errors.Join(err, removeErr)
+		}
+		o.n.Networks.Free(o.uid)
+		return err
 	}
 	undoErr := o.undo(ctx)
 	if crashed(undoErr) {
@@ -214,7 +223,11 @@ func (n *Node) Delete(ctx context.Context, uid string) error {
 			if errs.Has(err, errs.ObjectNotFound) && errors.Is(statErr, fs.ErrNotExist) {
 				return nil
 			}
-			return o.unmake(ctx)
+			if err := o.unmake(ctx); err != nil {
+				return err
+			}
+			n.Networks.Free(uid)
+			return nil
 		}
 		return o.remove(ctx)
 	})
@@ -274,6 +287,7 @@ func (o *owner) removeOnce(ctx context.Context) error {
 		return err
 	}
 	o.rec, o.exists = nodestate.Sandbox{}, false
+	o.n.Networks.Free(o.uid)
 	return o.n.fault("delete.record.after")
 }
 

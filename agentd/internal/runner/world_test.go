@@ -42,7 +42,10 @@ type world struct {
 	volumes map[string]string // volume to holder
 	guests  map[string]*fakeInit
 	leases  int
-	fail    map[string]error // by what is asked
+	// addresses and policies are of the network that outlives an agentd, by uid.
+	addresses map[string]string
+	policies  map[string]*sandbox.Egress
+	fail      map[string]error // by what is asked
 
 	dead bool // a fault struck: the process does nothing more
 	at   string
@@ -60,7 +63,7 @@ type fakeInit struct {
 
 func newWorld(t *testing.T) *world {
 	return &world{t: t, root: t.TempDir(), host: fake.NewHost(), holds: map[string]string{}, volumes: map[string]string{},
-		guests: map[string]*fakeInit{}, fail: map[string]error{}}
+		guests: map[string]*fakeInit{}, fail: map[string]error{}, addresses: map[string]string{}, policies: map[string]*sandbox.Egress{}}
 }
 
 func (w *world) failing(what string) error {
@@ -203,6 +206,12 @@ func (w *world) leftOf(id string) []string {
 	if w.leases != 0 {
 		left = append(left, fmt.Sprintf("%d leases", w.leases))
 	}
+	if w.addresses[id] != "" {
+		left = append(left, "address "+w.addresses[id])
+	}
+	if _, ok := w.policies[id]; ok {
+		left = append(left, "policy")
+	}
 	return left
 }
 
@@ -288,13 +297,56 @@ func (l *lease) Release() error {
 	return nil
 }
 
-func (v networks) Acquire(context.Context, string, string) (Lease, error) {
+func (l *lease) Nameservers() []string { return nil }
+
+func (v networks) Reserve(_ context.Context, uid, mode string) (string, error) {
+	if err := v.failing("reserve"); err != nil || mode == "none" {
+		return "", err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.addresses[uid] == "" {
+		v.addresses[uid] = "10.0.0." + uid
+	}
+	return v.addresses[uid], nil
+}
+
+func (v networks) SetEgress(uid string, egress *sandbox.Egress) error {
+	if err := v.failing("egress"); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.policies[uid] = egress
+	return nil
+}
+
+func (v networks) Remove(uid string) error {
+	if err := v.failing("remove network"); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	delete(v.policies, uid)
+	return nil
+}
+
+func (v networks) Free(uid string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	delete(v.addresses, uid)
+}
+
+func (v networks) Acquire(_ context.Context, uid, mode string, egress *sandbox.Egress) (Lease, error) {
 	if err := v.failing("network"); err != nil {
 		return nil, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.leases++
+	if mode == "outbound" {
+		v.policies[uid] = egress
+	}
 	return &lease{w: v.world}, nil
 }
 

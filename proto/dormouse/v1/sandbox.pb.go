@@ -111,7 +111,8 @@ const (
 	NetworkMode_NETWORK_MODE_UNSPECIFIED NetworkMode = 0
 	// Loopback only.
 	NetworkMode_NETWORK_MODE_NONE NetworkMode = 1
-	// Refused with NOT_SUPPORTED until it is built.
+	// An address of its own, and connections out of it by NAT, as far as the egress policy lets them. IPv6 is closed.
+	// A node without an outbound network refuses it with NOT_SUPPORTED.
 	NetworkMode_NETWORK_MODE_OUTBOUND NetworkMode = 2
 )
 
@@ -440,7 +441,9 @@ type SandboxSpec struct {
 	// The sandbox is deleted this long after its creation; unset: never. At least a second.
 	Lifetime *durationpb.Duration `protobuf:"bytes,22,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
 	// Use of its processes, files or ports resumes a paused or hibernated sandbox first; otherwise it is refused with SANDBOX_PAUSED.
-	WakeOnUse     bool `protobuf:"varint,23,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
+	WakeOnUse bool `protobuf:"varint,23,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
+	// What it may reach, with NETWORK_MODE_OUTBOUND only. Left out: all but what is always blocked.
+	Egress        *EgressPolicy `protobuf:"bytes,30,opt,name=egress,proto3" json:"egress,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -585,6 +588,13 @@ func (x *SandboxSpec) GetWakeOnUse() bool {
 		return x.WakeOnUse
 	}
 	return false
+}
+
+func (x *SandboxSpec) GetEgress() *EgressPolicy {
+	if x != nil {
+		return x.Egress
+	}
+	return nil
 }
 
 // SandboxStatus is what is observed.
@@ -2326,7 +2336,7 @@ var File_dormouse_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x19dormouse/v1/sandbox.proto\x12\vdormouse.v1\x1a\x16dormouse/v1/meta.proto\x1a\x1adormouse/v1/snapshot.proto\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xed\x01\n" +
+	"\x19dormouse/v1/sandbox.proto\x12\vdormouse.v1\x1a\x16dormouse/v1/meta.proto\x1a\x19dormouse/v1/network.proto\x1a\x1adormouse/v1/snapshot.proto\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xed\x01\n" +
 	"\tResources\x12,\n" +
 	"\x12cpu_request_millis\x18\x01 \x01(\x03R\x10cpuRequestMillis\x12(\n" +
 	"\x10cpu_limit_millis\x18\x02 \x01(\x03R\x0ecpuLimitMillis\x120\n" +
@@ -2337,7 +2347,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
 	"volume_uid\x18\x01 \x01(\tR\tvolumeUid\x12\x12\n" +
 	"\x04path\x18\x02 \x01(\tR\x04path\x12\x1b\n" +
-	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xc3\x06\n" +
+	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xf6\x06\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n" +
 	"\acommand\x18\x02 \x03(\tR\acommand\x12*\n" +
@@ -2356,7 +2366,8 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\fidle_timeout\x18\x14 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x120\n" +
 	"\aon_idle\x18\x15 \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x125\n" +
 	"\blifetime\x18\x16 \x01(\v2\x19.google.protobuf.DurationR\blifetime\x12\x1e\n" +
-	"\vwake_on_use\x18\x17 \x01(\bR\twakeOnUse\x1a6\n" +
+	"\vwake_on_use\x18\x17 \x01(\bR\twakeOnUse\x121\n" +
+	"\x06egress\x18\x1e \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
@@ -2614,11 +2625,12 @@ var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	nil,                               // 40: dormouse.v1.RestoreSandboxRequest.LabelsEntry
 	nil,                               // 41: dormouse.v1.ForkSandboxRequest.LabelsEntry
 	(*durationpb.Duration)(nil),       // 42: google.protobuf.Duration
-	(*Condition)(nil),                 // 43: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil),     // 44: google.protobuf.Timestamp
-	(*ObjectMeta)(nil),                // 45: dormouse.v1.ObjectMeta
-	(*fieldmaskpb.FieldMask)(nil),     // 46: google.protobuf.FieldMask
-	(*Snapshot)(nil),                  // 47: dormouse.v1.Snapshot
+	(*EgressPolicy)(nil),              // 43: dormouse.v1.EgressPolicy
+	(*Condition)(nil),                 // 44: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil),     // 45: google.protobuf.Timestamp
+	(*ObjectMeta)(nil),                // 46: dormouse.v1.ObjectMeta
+	(*fieldmaskpb.FieldMask)(nil),     // 47: google.protobuf.FieldMask
+	(*Snapshot)(nil),                  // 48: dormouse.v1.Snapshot
 }
 var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	34, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
@@ -2629,68 +2641,69 @@ var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	42, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 6: dormouse.v1.SandboxSpec.on_idle:type_name -> dormouse.v1.IdleAction
 	42, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
-	0,  // 8: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
-	43, // 9: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
-	44, // 10: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	42, // 11: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	45, // 12: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
-	6,  // 13: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
-	7,  // 14: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
-	36, // 15: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
-	6,  // 16: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	37, // 17: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	8,  // 18: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 19: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	46, // 20: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
-	38, // 21: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	42, // 22: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
-	42, // 23: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
-	2,  // 24: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
-	8,  // 25: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	0,  // 26: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
-	8,  // 27: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 28: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	39, // 29: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	47, // 30: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	3,  // 31: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	40, // 32: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	23, // 33: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 34: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	41, // 35: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
-	23, // 36: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 37: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 38: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 39: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 40: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	9,  // 41: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	11, // 42: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	13, // 43: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
-	15, // 44: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	17, // 45: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	19, // 46: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	21, // 47: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	24, // 48: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	26, // 49: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	28, // 50: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	30, // 51: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
-	32, // 52: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	10, // 53: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	12, // 54: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	14, // 55: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
-	16, // 56: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	18, // 57: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	20, // 58: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	22, // 59: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	25, // 60: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	27, // 61: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	29, // 62: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	31, // 63: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
-	33, // 64: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	53, // [53:65] is the sub-list for method output_type
-	41, // [41:53] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	43, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
+	0,  // 9: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
+	44, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
+	45, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	42, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
+	46, // 13: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	6,  // 14: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
+	7,  // 15: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
+	36, // 16: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
+	6,  // 17: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	37, // 18: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	8,  // 19: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 20: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	47, // 21: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
+	38, // 22: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	42, // 23: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	42, // 24: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	2,  // 25: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
+	8,  // 26: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	0,  // 27: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
+	8,  // 28: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 29: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	39, // 30: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	48, // 31: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	3,  // 32: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
+	40, // 33: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	23, // 34: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 35: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	41, // 36: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	23, // 37: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 38: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 39: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 40: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 41: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 42: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	11, // 43: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	13, // 44: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	15, // 45: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	17, // 46: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	19, // 47: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	21, // 48: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	24, // 49: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	26, // 50: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	28, // 51: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	30, // 52: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	32, // 53: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	10, // 54: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	12, // 55: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	14, // 56: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	16, // 57: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	18, // 58: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	20, // 59: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	22, // 60: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	25, // 61: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	27, // 62: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	29, // 63: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	31, // 64: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	33, // 65: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	54, // [54:66] is the sub-list for method output_type
+	42, // [42:54] is the sub-list for method input_type
+	42, // [42:42] is the sub-list for extension type_name
+	42, // [42:42] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }
@@ -2699,6 +2712,7 @@ func file_dormouse_v1_sandbox_proto_init() {
 		return
 	}
 	file_dormouse_v1_meta_proto_init()
+	file_dormouse_v1_network_proto_init()
 	file_dormouse_v1_snapshot_proto_init()
 	file_dormouse_v1_sandbox_proto_msgTypes[3].OneofWrappers = []any{}
 	type x struct{}

@@ -30,6 +30,7 @@ const (
 	DebugKind_DEBUG_KIND_SNAPSHOT    DebugKind = 2
 	DebugKind_DEBUG_KIND_VOLUME      DebugKind = 3
 	DebugKind_DEBUG_KIND_IMAGE       DebugKind = 4
+	DebugKind_DEBUG_KIND_NETWORK     DebugKind = 5
 )
 
 // Enum value maps for DebugKind.
@@ -40,6 +41,7 @@ var (
 		2: "DEBUG_KIND_SNAPSHOT",
 		3: "DEBUG_KIND_VOLUME",
 		4: "DEBUG_KIND_IMAGE",
+		5: "DEBUG_KIND_NETWORK",
 	}
 	DebugKind_value = map[string]int32{
 		"DEBUG_KIND_UNSPECIFIED": 0,
@@ -47,6 +49,7 @@ var (
 		"DEBUG_KIND_SNAPSHOT":    2,
 		"DEBUG_KIND_VOLUME":      3,
 		"DEBUG_KIND_IMAGE":       4,
+		"DEBUG_KIND_NETWORK":     5,
 	}
 )
 
@@ -929,13 +932,14 @@ const file_dormouse_node_v1_debug_proto_rawDesc = "" +
 	"\achecked\x18\x02 \x03(\v2-.dormouse.node.v1.DoctorResponse.CheckedEntryR\achecked\x1a:\n" +
 	"\fCheckedEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x05R\x05value:\x028\x01*\x85\x01\n" +
+	"\x05value\x18\x02 \x01(\x05R\x05value:\x028\x01*\x9d\x01\n" +
 	"\tDebugKind\x12\x1a\n" +
 	"\x16DEBUG_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12DEBUG_KIND_SANDBOX\x10\x01\x12\x17\n" +
 	"\x13DEBUG_KIND_SNAPSHOT\x10\x02\x12\x15\n" +
 	"\x11DEBUG_KIND_VOLUME\x10\x03\x12\x14\n" +
-	"\x10DEBUG_KIND_IMAGE\x10\x042\xbb\x04\n" +
+	"\x10DEBUG_KIND_IMAGE\x10\x04\x12\x16\n" +
+	"\x12DEBUG_KIND_NETWORK\x10\x052\xbb\x04\n" +
 	"\fDebugService\x12Q\n" +
 	"\bOverview\x12!.dormouse.node.v1.OverviewRequest\x1a\".dormouse.node.v1.OverviewResponse\x12N\n" +
 	"\aInspect\x12 .dormouse.node.v1.InspectRequest\x1a!.dormouse.node.v1.InspectResponse\x12i\n" +

@@ -1,0 +1,484 @@
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
+)
+
+// OutboundOptions say what a node's outbound network is made of.
+type OutboundOptions struct {
+	// Instance is of this agentd alone and the same for each of its lives: its devices and its table are named
+	// after it.
+	Instance string
+	// CIDR is the range of the sandboxes' addresses, from /16 to /28. Its first address is the gateway's.
+	CIDR netip.Prefix
+	// Blocked are ranges that no sandbox reaches, besides those that are always blocked.
+	Blocked []netip.Prefix
+	// Size is how many namespaces are kept ready.
+	Size int
+	// Log is slog.Default() when nil.
+	Log *slog.Logger
+}
+
+// Held is a sandbox that has a lease when agentd starts: from its record.
+type Held struct {
+	UID     string
+	Address string
+	// Kept: it runs and its policy is to be in force. Otherwise it is being removed, and reaches nothing any more.
+	Kept   bool
+	Egress *sandbox.Egress
+}
+
+// Outbound is the node's network for ModeOutbound. Calls for one uid come one at a time; otherwise it is safe for
+// concurrent use.
+type Outbound struct {
+	opts   OutboundOptions
+	log    *slog.Logger
+	addrs  *addresses
+	links  *links
+	wall   *firewall
+	idle   chan prepared
+	cancel context.CancelFunc
+	done   chan struct{}
+
+	mu     sync.Mutex
+	leases map[string]*hold // by uid
+}
+
+// prepared is a namespace with its address. The descriptor is all that holds it.
+type prepared struct {
+	addr netip.Addr
+	fd   int
+}
+
+// hold is what a uid has. fd is -1 once the namespace was entered or given up.
+type hold struct {
+	prepared
+	egress *sandbox.Egress
+	// recorded: the address is in the uid's record; before that it is nobody else's, and no lease yet.
+	recorded bool
+}
+
+// CheckCIDR tells whether a range can be the sandboxes'.
+func CheckCIDR(p netip.Prefix) error {
+	if !p.IsValid() || !p.Addr().Is4() || p.Bits() < minBits || p.Bits() > maxBits || p.Masked() != p {
+		return fmt.Errorf("an IPv4 range of /%d to /%d that begins with its first address, such as 10.89.0.0/16", minBits, maxBits)
+	}
+	return nil
+}
+
+// OpenOutbound makes the gateway and the table, removes devices that nobody has, and starts to fill the pool. What
+// the held sandboxes may reach does not change for a moment, if their policies did not.
+func OpenOutbound(opts OutboundOptions, held []Held) (*Outbound, error) {
+	if err := CheckCIDR(opts.CIDR); err != nil {
+		return nil, errs.New(errs.InvalidField, "network.cidr: %v", err).With("field", "network.cidr")
+	}
+	if opts.Log == nil {
+		opts.Log = slog.Default()
+	}
+	o := &Outbound{opts: opts, log: opts.Log, addrs: newAddresses(opts.CIDR.Masked()), idle: make(chan prepared, max(opts.Size, 0)), done: make(chan struct{}), leases: make(map[string]*hold)}
+	if err := o.open(held); err != nil {
+		if o.links != nil {
+			err = errors.Join(err, o.links.close())
+		}
+		return nil, errs.Wrap(err, errs.InternalError, "prepare the outbound network: %v", err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	o.cancel = cancel
+	go o.fill(ctx)
+	return o, nil
+}
+
+func (o *Outbound) open(held []Held) error {
+	var err error
+	if o.links, err = openLinks(o.opts.Instance, o.addrs.gateway); err != nil {
+		return err
+	}
+	if o.wall, err = openFirewall(o.links.prefix, o.opts.CIDR.Masked(), o.addrs.gateway, o.opts.Blocked); err != nil {
+		return err
+	}
+	var members []member
+	for _, h := range held {
+		addr, err := netip.ParseAddr(h.Address)
+		if err != nil || !addr.Is4() || !o.addrs.claim(addr) {
+			return fmt.Errorf("the record of sandbox %s has the address %q, which is none or another's", h.UID, h.Address)
+		}
+		o.leases[h.UID] = &hold{prepared: prepared{addr, -1}, egress: h.Egress, recorded: true}
+		if h.Kept {
+			members = append(members, member{h.UID, o.links.name(addr), addr, h.Egress})
+		}
+	}
+	// The table first: from here on nothing passes that is not to.
+	if err := o.wall.reset(members); err != nil {
+		return err
+	}
+	fault.At("network.table.after")
+	if err := o.links.ensureGateway(); err != nil {
+		return err
+	}
+	return o.sweep()
+}
+
+// sweep removes devices of addresses that nobody has.
+func (o *Outbound) sweep() error {
+	devices, err := o.links.list()
+	if err != nil {
+		return err
+	}
+	used := o.addrs.inUse()
+	for addr := range devices {
+		if !used[addr] {
+			if err := o.links.remove(addr); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Close ends the pool and gives up the namespaces that nobody has. Sandboxes keep theirs, and the table goes on; the
+// table and the gateway go with the last sandbox.
+func (o *Outbound) Close() error {
+	o.cancel()
+	<-o.done
+	var all []error
+	for {
+		select {
+		case p := <-o.idle:
+			all = append(all, o.discard(p))
+			continue
+		default:
+		}
+		break
+	}
+	o.mu.Lock()
+	left := len(o.leases)
+	for _, h := range o.leases {
+		if h.fd >= 0 {
+			all = append(all, unix.Close(h.fd))
+			h.fd = -1
+		}
+	}
+	o.mu.Unlock()
+	if left == 0 {
+		all = append(all, o.wall.drop(), o.links.removeGateway())
+	}
+	return errors.Join(append(all, o.links.close())...)
+}
+
+// Idle is how many namespaces are ready now.
+func (o *Outbound) Idle() int { return len(o.idle) }
+
+// Gateway is the address of the resolver.
+func (o *Outbound) Gateway() netip.Addr { return o.addrs.gateway }
+
+// prepare makes a namespace with an address.
+func (o *Outbound) prepare() (prepared, error) {
+	addr, err := o.addrs.take()
+	if err != nil {
+		return prepared{}, err
+	}
+	p, err := o.prepareAt(addr)
+	if err != nil {
+		o.addrs.free(addr)
+	}
+	return p, err
+}
+
+func (o *Outbound) prepareAt(addr netip.Addr) (prepared, error) {
+	if err := o.wall.admit(addr, o.links.name(addr)); err != nil {
+		return prepared{}, err
+	}
+	fd, err := o.links.make(addr)
+	if err != nil {
+		return prepared{}, errors.Join(err, o.wall.remove(addr))
+	}
+	fault.At("network.link.after")
+	return prepared{addr, fd}, nil
+}
+
+// discard gives up a namespace that nobody entered.
+func (o *Outbound) discard(p prepared) error {
+	err := errors.Join(o.links.remove(p.addr), o.wall.remove(p.addr), unix.Close(p.fd))
+	if err == nil {
+		o.addrs.free(p.addr)
+	}
+	return err
+}
+
+// fill keeps the pool full until its context ends.
+func (o *Outbound) fill(ctx context.Context) {
+	defer close(o.done)
+	if cap(o.idle) == 0 {
+		return
+	}
+	retry := time.NewTimer(0)
+	defer retry.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-retry.C:
+		}
+		p, err := o.prepare()
+		if err != nil {
+			o.log.Error("make a network for the pool", "error", err)
+			retry.Reset(time.Second)
+			continue
+		}
+		select {
+		case o.idle <- p:
+			retry.Reset(0)
+		case <-ctx.Done():
+			if err := o.discard(p); err != nil {
+				o.log.Error("give up a network of the pool", "error", err)
+			}
+			return
+		}
+	}
+}
+
+// Reserve gives the uid an address, in memory only: the caller makes it durable before Acquire. The uid has the same
+// one until Free.
+func (o *Outbound) Reserve(ctx context.Context, uid string) (string, error) {
+	o.mu.Lock()
+	h := o.leases[uid]
+	o.mu.Unlock()
+	if h != nil {
+		return h.addr.String(), nil
+	}
+	if err := ctx.Err(); err != nil {
+		return "", err
+	}
+	var p prepared
+	select {
+	case p = <-o.idle:
+	default:
+		var err error
+		if p, err = o.prepare(); err != nil {
+			return "", err
+		}
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.leases[uid] = &hold{prepared: p}
+	return p.addr.String(), nil
+}
+
+// Acquire puts the policy in force and gives the namespace. Remove takes back what it did, also after an error.
+func (o *Outbound) Acquire(ctx context.Context, uid string, egress *sandbox.Egress) (*Lease, error) {
+	if _, err := o.Reserve(ctx, uid); err != nil {
+		return nil, err
+	}
+	o.mu.Lock()
+	h := o.leases[uid]
+	o.mu.Unlock()
+	if h.fd < 0 {
+		// It had one before, that a runtime entered.
+		if err := o.take(h); err != nil {
+			return nil, err
+		}
+		p, err := o.prepareAt(h.addr)
+		if err != nil {
+			return nil, err
+		}
+		o.mu.Lock()
+		h.prepared = p
+		o.mu.Unlock()
+	}
+	fault.At("network.policy.before")
+	if err := o.enforce(uid, h, egress); err != nil {
+		return nil, err
+	}
+	fault.At("network.policy.after")
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	fd := h.fd
+	h.fd, h.recorded = -1, true
+	return &Lease{uid: uid, mode: ModeOutbound, fd: fd, path: fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), fd), servers: []string{o.addrs.gateway.String()}}, nil
+}
+
+func (o *Outbound) enforce(uid string, h *hold, egress *sandbox.Egress) error {
+	if err := o.wall.set(member{uid, o.links.name(h.addr), h.addr, egress}); err != nil {
+		return err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	h.egress = egress
+	return nil
+}
+
+// SetEgress puts another policy in force, for connections that there are as well. The caller made it durable before.
+func (o *Outbound) SetEgress(uid string, egress *sandbox.Egress) error {
+	o.mu.Lock()
+	h := o.leases[uid]
+	o.mu.Unlock()
+	if h == nil {
+		return errs.New(errs.ObjectNotFound, "sandbox %s has no network of this node's", uid).With("kind", "network").With("uid", uid)
+	}
+	return o.enforce(uid, h, egress)
+}
+
+// Remove takes the policy, the device and the connections of the uid back; its address stays its own. Idempotent.
+func (o *Outbound) Remove(uid string) error {
+	o.mu.Lock()
+	h := o.leases[uid]
+	o.mu.Unlock()
+	if h == nil {
+		return nil
+	}
+	return o.take(h)
+}
+
+func (o *Outbound) take(h *hold) error {
+	if err := o.wall.remove(h.addr); err != nil {
+		return err
+	}
+	fault.At("network.unpolicy.after")
+	if err := o.links.remove(h.addr); err != nil {
+		return err
+	}
+	fault.At("network.unlink.after")
+	o.mu.Lock()
+	fd := h.fd
+	h.fd = -1
+	o.mu.Unlock()
+	if fd >= 0 {
+		_ = unix.Close(fd) // the last holder
+	}
+	return o.links.forget(h.addr)
+}
+
+// Free gives the uid's address back, once no record has it. Idempotent; only after Remove.
+func (o *Outbound) Free(uid string) {
+	o.mu.Lock()
+	h := o.leases[uid]
+	delete(o.leases, uid)
+	o.mu.Unlock()
+	if h != nil {
+		o.addrs.free(h.addr)
+	}
+}
+
+// Usage is what a sandbox's network has seen.
+type Usage struct {
+	Address       string `json:"address"`
+	SentBytes     uint64 `json:"sent_bytes"`
+	ReceivedBytes uint64 `json:"received_bytes"`
+	Refused       uint64 `json:"refused"`
+	Device        string `json:"device"`
+	DevicePresent bool   `json:"device_present"`
+}
+
+// Usages reads the counters of all sandboxes, by uid. Bytes are those of the device, refused packets those of the
+// table: both since the sandbox was made, or agentd was started if that is later.
+func (o *Outbound) Usages() (map[string]Usage, error) {
+	o.mu.Lock()
+	all := make(map[string]netip.Addr, len(o.leases))
+	for uid, h := range o.leases {
+		all[uid] = h.addr
+	}
+	o.mu.Unlock()
+	devices, err := o.links.list()
+	if err != nil {
+		return nil, err
+	}
+	refused, err := o.wall.refusals()
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[string]Usage, len(all))
+	for uid, addr := range all {
+		u := Usage{Address: addr.String(), Device: o.links.name(addr), Refused: refused[addr]}
+		if s, ok := devices[addr]; ok {
+			u.DevicePresent = true
+			if s != nil {
+				u.SentBytes, u.ReceivedBytes = s.RxBytes, s.TxBytes // what the sandbox sends, this side receives
+			}
+		}
+		out[uid] = u
+	}
+	return out, nil
+}
+
+// Leftover is something of this agentd's that no lease explains.
+type Leftover struct {
+	Address string
+	What    string
+}
+
+// Inventory is what there is: the holders of leases by uid, and what no lease explains.
+type Inventory struct {
+	Holders   map[string][]string
+	Leftovers []Leftover
+}
+
+// Observe looks at devices and table. What is just being made or taken back is no leftover.
+func (o *Outbound) Observe() (Inventory, error) {
+	inv := Inventory{Holders: make(map[string][]string)}
+	before := o.addrs.inUse()
+	devices, err := o.links.list()
+	if err != nil {
+		return inv, err
+	}
+	rules, err := o.wall.list()
+	if err != nil {
+		return inv, err
+	}
+	after := o.addrs.inUse()
+	o.mu.Lock()
+	for uid, h := range o.leases {
+		if h.recorded {
+			inv.Holders[uid] = []string{h.addr.String()}
+		}
+	}
+	o.mu.Unlock()
+	what := make(map[netip.Addr][]string)
+	for addr := range devices {
+		what[addr] = append(what[addr], "the device "+o.links.name(addr))
+	}
+	for addr := range rules {
+		what[addr] = append(what[addr], "rules in the table "+o.wall.table.Name)
+	}
+	for addr, things := range what {
+		if !before[addr] && !after[addr] {
+			inv.Leftovers = append(inv.Leftovers, Leftover{addr.String(), strings.Join(things, " and ")})
+		}
+	}
+	slices.SortFunc(inv.Leftovers, func(a, b Leftover) int { return strings.Compare(a.Address, b.Address) })
+	return inv, nil
+}
+
+// Purge removes the leftovers of an address. It is refused for one that is in use.
+func (o *Outbound) Purge(address string) error {
+	addr, err := netip.ParseAddr(address)
+	if err != nil || !addr.Is4() {
+		return errs.New(errs.InvalidField, "%q is no address of a sandbox", address).With("field", "name")
+	}
+	if !o.addrs.claim(addr) {
+		return errs.New(errs.WrongPhase, "the address %s is in use", address)
+	}
+	defer o.addrs.free(addr)
+	if err := o.links.remove(addr); err != nil {
+		return err
+	}
+	// Rules that the table was not to have go by making it anew.
+	if err := o.wall.renew(); err != nil {
+		return err
+	}
+	return o.links.forget(addr)
+}
