@@ -95,9 +95,10 @@ type LimitsConfig struct {
 // NetworkConfig is of sandboxes with an outbound network.
 type NetworkConfig struct {
 	// CIDR has no default: with it the node forwards packets, which is to be asked for.
-	CIDR    string   `yaml:"cidr" usage:"IPv4 range of the sandboxes' addresses, /16 to /28, of no use elsewhere on this node; empty: no outbound networks"`
-	Blocked []string `yaml:"blocked" usage:"IPv4 ranges that no sandbox reaches, besides the node, other sandboxes, link-local and multicast"`
-	Ready   int      `yaml:"ready" usage:"how many outbound networks are kept ready"`
+	CIDR      string   `yaml:"cidr" usage:"IPv4 range of the sandboxes' addresses, /16 to /28, of no use elsewhere on this node; empty: no outbound networks"`
+	Blocked   []string `yaml:"blocked" usage:"IPv4 ranges that no sandbox reaches, besides the node, other sandboxes, link-local and multicast"`
+	Resolvers []string `yaml:"resolvers" usage:"name servers, address or address:port, that are asked for the names that sandboxes ask for; the node's own (/etc/resolv.conf) by default"`
+	Ready     int      `yaml:"ready" usage:"how many outbound networks are kept ready"`
 }
 
 // SnapshotConfig is of captures.

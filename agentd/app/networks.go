@@ -42,7 +42,7 @@ func (a *App) openNetworks() (networks, error) {
 	}
 	// Of this node's records: no two agentds have the same.
 	instance := a.cfg.Node + " " + a.cfg.StateDir
-	n.outbound, err = network.OpenOutbound(network.OutboundOptions{Instance: instance, CIDR: cidr, Blocked: blocked, Size: a.cfg.Network.Ready, Log: a.log}, held)
+	n.outbound, err = network.OpenOutbound(network.OutboundOptions{Instance: instance, CIDR: cidr, Blocked: blocked, Resolvers: a.cfg.Network.servers(), Size: a.cfg.Network.Ready, Log: a.log}, held)
 	if err != nil {
 		return n, err
 	}
@@ -150,7 +150,7 @@ func (a *App) networkObjects(context.Context) ([]debug.Object, error) {
 		}
 		out = append(out, debug.Object{UID: rec.UID, Tenant: rec.Tenant, State: state,
 			Columns: map[string]string{"address": u.Address, "device": u.Device, "sent": config.FormatBytes(int64(u.SentBytes)),
-				"received": config.FormatBytes(int64(u.ReceivedBytes)), "refused": fmt.Sprint(u.Refused)},
+				"received": config.FormatBytes(int64(u.ReceivedBytes)), "refused": fmt.Sprint(u.Refused), "refused_names": fmt.Sprint(u.RefusedNames)},
 			Detail: func(context.Context) (any, error) {
 				return map[string]any{"usage": u, "egress": rec.Spec.Egress}, nil
 			}})
@@ -158,9 +158,29 @@ func (a *App) networkObjects(context.Context) ([]debug.Object, error) {
 	return out, nil
 }
 
+// servers are the resolvers with their ports.
+func (c NetworkConfig) servers() []string {
+	if len(c.Resolvers) == 0 {
+		return network.NodeResolvers("/etc/resolv.conf")
+	}
+	var out []string
+	for _, r := range c.Resolvers {
+		if addr, err := netip.ParseAddr(r); err == nil {
+			r = netip.AddrPortFrom(addr, 53).String()
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
 func (c NetworkConfig) check() error {
 	if c.Ready < 0 || c.Ready > maxReady {
 		return fmt.Errorf("network.ready: 0 to %d", maxReady)
+	}
+	for _, s := range c.servers() {
+		if _, err := netip.ParseAddrPort(s); err != nil && len(c.Resolvers) > 0 {
+			return fmt.Errorf("network.resolvers: %q is neither an address nor address:port", s)
+		}
 	}
 	if c.CIDR == "" {
 		return nil

@@ -111,11 +111,6 @@ func (r EgressRule) hasDomain(name string) bool {
 	})
 }
 
-func (e *Egress) namesDomains() bool {
-	has := func(r EgressRule) bool { return len(r.Domains) > 0 }
-	return e != nil && (slices.ContainsFunc(e.Allow, has) || slices.ContainsFunc(e.Deny, has))
-}
-
 var domainForm = regexp.MustCompile(`^(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.?$`)
 
 // Validate checks a policy; nil is one.

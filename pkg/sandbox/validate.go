@@ -270,8 +270,6 @@ func (s Spec) Validate() *Problem {
 		return invalid("spec.network", "none or outbound")
 	case s.Egress != nil && s.Network != NetworkOutbound:
 		return invalid("spec.egress", "only with network outbound")
-	case s.Egress.namesDomains():
-		return &Problem{Reason: "NOT_SUPPORTED", Field: "spec.egress", Message: "domains in an egress policy are not supported; use CIDRs", Details: map[string]string{"feature": "egress domains"}}
 	case s.RuntimeClass != "" && s.RuntimeClass != "runsc":
 		return &Problem{Reason: "NOT_SUPPORTED", Field: "spec.runtime_class", Message: "the only runtime class is runsc", Details: map[string]string{"feature": "runtime class"}}
 	case s.Hostname != "" && (len(s.Hostname) > MaxName || !hostForm.MatchString(s.Hostname)):

@@ -29,6 +29,11 @@ type member struct {
 	device string
 	addr   netip.Addr
 	egress *sandbox.Egress
+	opened opened
+}
+
+func newMember(uid, device string, addr netip.Addr, egress *sandbox.Egress) member {
+	return member{uid, device, addr, egress, make(opened)}
 }
 
 // firewall is the table of one agentd. What it should hold is in members and devices; a transaction that failed
@@ -205,8 +210,12 @@ func (f *firewall) delMember(m member) {
 	f.conn.DelChain(f.chain(chainOf(m.addr)))
 }
 
-func domainSet(table *nftables.Table, addr netip.Addr, rule int) *nftables.Set {
-	return &nftables.Set{Table: table, Name: fmt.Sprintf("d%s-%d", hexOf(addr), rule), KeyType: nftables.TypeIPAddr, HasTimeout: true, Size: maxOpened}
+// domainSet holds what a rule's names open. Its name says by which policy, so that what one opened is not taken for
+// another's.
+func (f *firewall) domainSet(m member, rule int) *nftables.Set {
+	name := fmt.Sprintf("d%s-%08x-%d", hexOf(m.addr), mark(m.uid, m.egress), rule)
+	// Those whose time is over count until the kernel clears them away.
+	return &nftables.Set{Table: f.table, Name: name, KeyType: nftables.TypeIPAddr, HasTimeout: true, Size: 4 * maxOpened}
 }
 
 // addPolicy fills the sandbox's chain.
@@ -230,9 +239,9 @@ func (f *firewall) addPolicy(m member) {
 			f.addRule(chain, r, f.ranges(r), pass)
 		}
 		if len(r.Domains) > 0 {
-			opened := domainSet(f.table, m.addr, i)
-			_ = f.conn.AddSet(opened, nil) // fails for sets that are made wrongly only
-			f.addRule(chain, r, opened, pass)
+			set := f.domainSet(m, i)
+			_ = f.conn.AddSet(set, m.opened.elements(i, time.Now())) // fails for sets that are made wrongly only
+			f.addRule(chain, r, set, pass)
 		}
 	}
 	if e.Default == sandbox.EgressDeny {
@@ -246,7 +255,7 @@ func (f *firewall) delPolicy(m member) {
 	f.conn.FlushChain(f.chain(chainOf(m.addr)))
 	for i, r := range allowed(m.egress) {
 		if len(r.Domains) > 0 {
-			f.conn.DelSet(domainSet(f.table, m.addr, i))
+			f.conn.DelSet(f.domainSet(m, i))
 		}
 	}
 }
@@ -329,6 +338,7 @@ func (f *firewall) reset(members []member) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, m := range members {
+		f.recall(m)
 		f.known[m.addr], f.members[m.addr] = m.device, m
 	}
 	return f.rebuild()
@@ -402,26 +412,95 @@ func (f *firewall) drop() error {
 // maxOpened bounds the addresses that one rule's names open at a time.
 const maxOpened = 512
 
-// open lets a sandbox reach addresses for a time, by one of its rules with names. What is open already is opened anew.
-func (f *firewall) open(addr netip.Addr, rule int, targets []netip.Addr, ttl time.Duration) error {
+// opened are the addresses that each rule with names opens, and until when.
+type opened map[int]map[netip.Addr]time.Time
+
+// open lets a sandbox reach addresses for a time, by its rules with names. It is an error if its policy is another by
+// now, or too much is open.
+func (f *firewall) open(addr netip.Addr, egress *sandbox.Egress, rules []int, targets []netip.Addr, ttl time.Duration) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	m, ok := f.members[addr]
-	if !ok || rule >= len(allowed(m.egress)) || f.stale {
-		return nil
+	if !ok || m.egress != egress {
+		return errs.New(errs.WrongPhase, "the policy has changed meanwhile")
 	}
-	set := domainSet(f.table, addr, rule)
-	for _, t := range targets {
-		key := []nftables.SetElement{{Key: bytesOf(t), Timeout: ttl}}
-		// Added twice, an element keeps its old time: so it is made sure that it is there, and then made anew.
-		_ = f.conn.SetAddElements(set, key)
-		_ = f.conn.SetDeleteElements(set, key)
-		_ = f.conn.SetAddElements(set, key)
+	now := time.Now()
+	var do []func()
+	for _, rule := range rules {
+		set := f.domainSet(m, rule)
+		for _, t := range targets {
+			until, known := m.opened[rule][t]
+			if known && until.Sub(now) >= ttl-lateness {
+				continue // long enough
+			}
+			if !known && len(m.opened[rule]) >= maxOpened {
+				if m.opened.expire(rule, now); len(m.opened[rule]) >= maxOpened {
+					return errs.New(errs.LimitExceeded, "the names of one rule open %d addresses at a time", maxOpened).With("limit", fmt.Sprint(maxOpened))
+				}
+			}
+			m.opened.add(rule, t, now.Add(ttl))
+			key := []nftables.SetElement{{Key: bytesOf(t), Timeout: ttl}}
+			do = append(do, func() {
+				if known {
+					// Added twice, an element keeps its old time: so it is made sure that it is there, and then made anew.
+					_ = f.conn.SetAddElements(set, key)
+					_ = f.conn.SetDeleteElements(set, key)
+				}
+				_ = f.conn.SetAddElements(set, key)
+			})
+		}
 	}
-	if err := f.conn.Flush(); err != nil {
-		return errs.Wrap(err, errs.InternalError, "nftables: open addresses: %v", err)
+	if f.stale {
+		return f.rebuild()
 	}
-	return nil
+	for _, add := range do {
+		add()
+	}
+	return f.flush("open addresses")
+}
+
+func (o opened) add(rule int, addr netip.Addr, until time.Time) {
+	if o[rule] == nil {
+		o[rule] = make(map[netip.Addr]time.Time)
+	}
+	o[rule][addr] = until
+}
+
+func (o opened) expire(rule int, now time.Time) {
+	for addr, until := range o[rule] {
+		if until.Before(now) {
+			delete(o[rule], addr)
+		}
+	}
+}
+
+// elements are those that are still open.
+func (o opened) elements(rule int, now time.Time) []nftables.SetElement {
+	var out []nftables.SetElement
+	for addr, until := range o[rule] {
+		if left := until.Sub(now); left > time.Second {
+			out = append(out, nftables.SetElement{Key: bytesOf(addr), Timeout: left})
+		}
+	}
+	return out
+}
+
+// recall reads what an earlier agentd opened by the same policy. A table that is not there had nothing open.
+func (f *firewall) recall(m member) {
+	for i, r := range allowed(m.egress) {
+		if len(r.Domains) == 0 {
+			continue
+		}
+		elements, err := f.conn.GetSetElements(f.domainSet(m, i))
+		if err != nil {
+			continue
+		}
+		for _, e := range elements {
+			if addr, ok := netip.AddrFromSlice(e.Key); ok && len(m.opened[i]) < maxOpened {
+				m.opened.add(i, addr, time.Now().Add(e.Expires))
+			}
+		}
+	}
 }
 
 // refusals counts what was refused, by address.

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -122,9 +123,6 @@ func (l *links) make(addr netip.Addr) (fd int, err error) {
 	if err != nil {
 		return -1, errors.Join(err, l.remove(addr))
 	}
-	if err := l.outside(name, addr); err != nil {
-		return -1, errors.Join(errs.Wrap(err, errs.InternalError, "connect the network of %s: %v", addr, err), l.remove(addr), unix.Close(fd))
-	}
 	return fd, nil
 }
 
@@ -157,7 +155,34 @@ func (l *links) furnish(h *netlink.Handle, name string, addr netip.Addr) error {
 	if err := h.RouteAdd(&netlink.Route{LinkIndex: index, Gw: l.gateway.AsSlice()}); err != nil {
 		return fmt.Errorf("route over the gateway: %w", err)
 	}
-	return neighbour(h, index, l.gateway, hostMAC)
+	if err := neighbour(h, index, l.gateway, hostMAC); err != nil {
+		return err
+	}
+	if err := l.outside(name, addr); err != nil {
+		return err
+	}
+	return errors.Join(settled(h, inside), settled(l.nl, name))
+}
+
+// settleTime bounds how long the kernel may take to let a new device send: it does so in its own time, and drops what
+// is sent before.
+const settleTime = 5 * time.Second
+
+func settled(h *netlink.Handle, name string) error {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for late := time.Now().Add(settleTime); ; <-tick.C {
+		link, err := h.LinkByName(name)
+		if err != nil {
+			return fmt.Errorf("look at %s: %w", name, err)
+		}
+		if link.Attrs().OperState == netlink.OperUp {
+			return nil
+		}
+		if time.Now().After(late) {
+			return fmt.Errorf("%s is not up after %s", name, settleTime)
+		}
+	}
 }
 
 // outside sets up this side.
@@ -221,6 +246,20 @@ func (l *links) list() (map[netip.Addr]*netlink.LinkStatistics, error) {
 		}
 	}
 	return found, nil
+}
+
+// isOwn tells whether the node itself has an address.
+func (l *links) isOwn(addr netip.Addr) (bool, error) {
+	all, err := l.nl.AddrList(nil, netlink.FAMILY_V4)
+	if err != nil {
+		return false, err
+	}
+	for _, a := range all {
+		if a.IP.Equal(addr.AsSlice()) {
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 // forget drops the connections that are known of an address: whoever has it next is not to get their packets.

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -28,6 +29,8 @@ type OutboundOptions struct {
 	CIDR netip.Prefix
 	// Blocked are ranges that no sandbox reaches, besides those that are always blocked.
 	Blocked []netip.Prefix
+	// Resolvers are asked for the names that sandboxes ask for, each "address:port", in their order.
+	Resolvers []string
 	// Size is how many namespaces are kept ready.
 	Size int
 	// Log is slog.Default() when nil.
@@ -51,12 +54,14 @@ type Outbound struct {
 	addrs  *addresses
 	links  *links
 	wall   *firewall
+	names  *resolver
 	idle   chan prepared
 	cancel context.CancelFunc
 	done   chan struct{}
 
 	mu     sync.Mutex
 	leases map[string]*hold // by uid
+	askers map[netip.Addr]*asker
 }
 
 // prepared is a namespace with its address. The descriptor is all that holds it.
@@ -68,7 +73,8 @@ type prepared struct {
 // hold is what a uid has. fd is -1 once the namespace was entered or given up.
 type hold struct {
 	prepared
-	egress *sandbox.Egress
+	// refused counts the names that the policy refused.
+	refused atomic.Uint64
 	// recorded: the address is in the uid's record; before that it is nobody else's, and no lease yet.
 	recorded bool
 }
@@ -90,7 +96,7 @@ func OpenOutbound(opts OutboundOptions, held []Held) (*Outbound, error) {
 	if opts.Log == nil {
 		opts.Log = slog.Default()
 	}
-	o := &Outbound{opts: opts, log: opts.Log, addrs: newAddresses(opts.CIDR.Masked()), idle: make(chan prepared, max(opts.Size, 0)), done: make(chan struct{}), leases: make(map[string]*hold)}
+	o := &Outbound{opts: opts, log: opts.Log, addrs: newAddresses(opts.CIDR.Masked()), idle: make(chan prepared, max(opts.Size, 0)), done: make(chan struct{}), leases: make(map[string]*hold), askers: make(map[netip.Addr]*asker)}
 	if err := o.open(held); err != nil {
 		if o.links != nil {
 			err = errors.Join(err, o.links.close())
@@ -117,9 +123,10 @@ func (o *Outbound) open(held []Held) error {
 		if err != nil || !addr.Is4() || !o.addrs.claim(addr) {
 			return fmt.Errorf("the record of sandbox %s has the address %q, which is none or another's", h.UID, h.Address)
 		}
-		o.leases[h.UID] = &hold{prepared: prepared{addr, -1}, egress: h.Egress, recorded: true}
+		o.leases[h.UID] = &hold{prepared: prepared{addr, -1}, recorded: true}
 		if h.Kept {
-			members = append(members, member{h.UID, o.links.name(addr), addr, h.Egress})
+			o.introduce(o.leases[h.UID], h.Egress)
+			members = append(members, newMember(h.UID, o.links.name(addr), addr, h.Egress))
 		}
 	}
 	// The table first: from here on nothing passes that is not to.
@@ -130,7 +137,41 @@ func (o *Outbound) open(held []Held) error {
 	if err := o.links.ensureGateway(); err != nil {
 		return err
 	}
-	return o.sweep()
+	if err := o.sweep(); err != nil {
+		return err
+	}
+	o.names = &resolver{servers: o.opts.Resolvers, log: o.log, asker: o.askerAt, open: o.wall.open, blocked: o.blocks}
+	return o.names.listen(o.addrs.gateway)
+}
+
+// introduce lets the uid's sandbox ask the resolver, under the policy.
+func (o *Outbound) introduce(h *hold, egress *sandbox.Egress) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.askers[h.addr] = &asker{addr: h.addr, egress: egress, slots: make(chan struct{}, atOnceEach), refused: func() { h.refused.Add(1) }}
+}
+
+func (o *Outbound) dismiss(addr netip.Addr) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	delete(o.askers, addr)
+}
+
+func (o *Outbound) askerAt(addr netip.Addr) *asker {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.askers[addr]
+}
+
+// blocks tells whether no policy opens an address, the node's own included.
+func (o *Outbound) blocks(addr netip.Addr) bool {
+	for _, p := range o.wall.blocked {
+		if p.Contains(addr) {
+			return true
+		}
+	}
+	own, err := o.links.isOwn(addr)
+	return own || err != nil
 }
 
 // sweep removes devices of addresses that nobody has.
@@ -155,6 +196,7 @@ func (o *Outbound) sweep() error {
 func (o *Outbound) Close() error {
 	o.cancel()
 	<-o.done
+	o.names.close()
 	var all []error
 	for {
 		select {
@@ -313,12 +355,10 @@ func (o *Outbound) Acquire(ctx context.Context, uid string, egress *sandbox.Egre
 }
 
 func (o *Outbound) enforce(uid string, h *hold, egress *sandbox.Egress) error {
-	if err := o.wall.set(member{uid, o.links.name(h.addr), h.addr, egress}); err != nil {
+	if err := o.wall.set(newMember(uid, o.links.name(h.addr), h.addr, egress)); err != nil {
 		return err
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	h.egress = egress
+	o.introduce(h, egress)
 	return nil
 }
 
@@ -345,6 +385,7 @@ func (o *Outbound) Remove(uid string) error {
 }
 
 func (o *Outbound) take(h *hold) error {
+	o.dismiss(h.addr)
 	if err := o.wall.remove(h.addr); err != nil {
 		return err
 	}
@@ -380,6 +421,7 @@ type Usage struct {
 	SentBytes     uint64 `json:"sent_bytes"`
 	ReceivedBytes uint64 `json:"received_bytes"`
 	Refused       uint64 `json:"refused"`
+	RefusedNames  uint64 `json:"refused_names"`
 	Device        string `json:"device"`
 	DevicePresent bool   `json:"device_present"`
 }
@@ -388,9 +430,11 @@ type Usage struct {
 // table: both since the sandbox was made, or agentd was started if that is later.
 func (o *Outbound) Usages() (map[string]Usage, error) {
 	o.mu.Lock()
+	out := make(map[string]Usage, len(o.leases))
 	all := make(map[string]netip.Addr, len(o.leases))
 	for uid, h := range o.leases {
 		all[uid] = h.addr
+		out[uid] = Usage{Address: h.addr.String(), Device: o.links.name(h.addr), RefusedNames: h.refused.Load()}
 	}
 	o.mu.Unlock()
 	devices, err := o.links.list()
@@ -401,9 +445,9 @@ func (o *Outbound) Usages() (map[string]Usage, error) {
 	if err != nil {
 		return nil, err
 	}
-	out := make(map[string]Usage, len(all))
 	for uid, addr := range all {
-		u := Usage{Address: addr.String(), Device: o.links.name(addr), Refused: refused[addr]}
+		u := out[uid]
+		u.Refused = refused[addr]
 		if s, ok := devices[addr]; ok {
 			u.DevicePresent = true
 			if s != nil {
