@@ -115,6 +115,9 @@ func (c *Cluster) AgentAddress(i int) string { return net.JoinHostPort(fabric.No
 // NetworkCIDR is the range of the sandboxes' addresses on each node.
 const NetworkCIDR = "10.89.0.0/24"
 
+// NameServer is who the nodes ask for the names that sandboxes ask for; a test that needs one serves there.
+const NameServer = fabric.HubAddr + ":5353"
+
 type dict = map[string]any
 
 func tlsKeys(f pki.Files) dict { return dict{"ca": f.CA, "cert": f.Cert, "key": f.Key} }
@@ -165,7 +168,7 @@ func (c *Cluster) writeConfigs() error {
 			// Two nodes share the machine: each offers half of it.
 			"limits": dict{"cpu_millis": 8000, "memory": "8Gi"},
 			// In the node's own namespace, so that the same addresses are of use on every node.
-			"network": dict{"cidr": NetworkCIDR, "ready": 2},
+			"network": dict{"cidr": NetworkCIDR, "ready": 2, "resolvers": []string{NameServer}},
 			"log":     dict{"level": "debug", "format": "json"},
 		}
 		if err := writeYAML(c.AgentdConfig(i), agentd); err != nil {

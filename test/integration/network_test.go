@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/miekg/dns"
 	"github.com/vishvananda/netlink"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
@@ -149,6 +150,69 @@ func TestOutboundNetwork(t *testing.T) {
 	w.unreachable(denied, site)
 	w.unreachable(s, otherAddress+":7")
 	w.reaches(other, otherAddress)
+}
+
+// nameServer answers names in the hub, as the nodes' upstream.
+func (w *world) nameServer(zone map[string]string) {
+	w.Helper()
+	var packets net.PacketConn
+	w.ok(fabric.Do(fabric.HubPath(w.ID), func() (err error) {
+		packets, err = net.ListenPacket("udp4", cluster.NameServer)
+		return err
+	}))
+	server := &dns.Server{PacketConn: packets, Handler: dns.HandlerFunc(func(out dns.ResponseWriter, q *dns.Msg) {
+		reply := new(dns.Msg)
+		reply.SetReply(q)
+		address, ok := zone[q.Question[0].Name]
+		if !ok {
+			reply.Rcode = dns.RcodeNameError
+		} else if q.Question[0].Qtype == dns.TypeA {
+			reply.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: q.Question[0].Name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 1}, A: net.ParseIP(address)}}
+		}
+		_ = out.WriteMsg(reply)
+	})}
+	started, done := make(chan struct{}), make(chan error, 1)
+	server.NotifyStartedFunc = func() { close(started) }
+	go func() { done <- server.ActivateAndServe() }()
+	<-started
+	w.Cleanup(func() {
+		_ = server.Shutdown()
+		w.ok(<-done)
+	})
+}
+
+// A program asks for a page by name. The name is answered if the policy has it, and what it stands for is then
+// open, and nothing else; a name for the node itself is worth nothing.
+func TestOutboundByName(t *testing.T) {
+	w := enter(t)
+	port := w.website()
+	w.nameServer(map[string]string{"site.example.": fabric.HubAddr, "secret.example.": fabric.HubAddr, "node.example.": fabric.NodeAddr(1)})
+	spec := w.outbound(1, &dormousev1.EgressPolicy{DefaultAction: dormousev1.EgressAction_EGRESS_ACTION_DENY, Allow: []*dormousev1.EgressRule{
+		{Domains: []string{"site.example", "node.example"}, Protocol: dormousev1.EgressProtocol_EGRESS_PROTOCOL_TCP}}})
+	spec.Image, spec.Resources = w.subject(), &dormousev1.Resources{MemoryLimitBytes: 256 * mib}
+	s := w.create(spec)
+	page := func(host string) (string, error) {
+		out, err := cluster.Exec(w.ctx, s, "python3", "-c", `import sys,urllib.request as u
+print(u.urlopen("http://"+sys.argv[1]+"/", timeout=20).read().decode().strip())`, host+":"+port)
+		return strings.TrimSpace(string(out)), err
+	}
+	if got, err := page(fabric.HubAddr); err == nil || !strings.Contains(err.Error(), "refused") {
+		t.Errorf("before its name was asked for: %q, %v", got, err)
+	}
+	if got, err := page("site.example"); err != nil || got != "you are "+fabric.NodeAddr(1) {
+		t.Errorf("by its name: %q, %v", got, err)
+	}
+	for _, host := range []string{"secret.example", "node.example"} {
+		if got, err := page(host); err == nil {
+			t.Errorf("%s answers %q", host, got)
+		}
+	}
+	restored, err := w.checkpoint(s).Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
+	w.ok(err)
+	s = restored
+	if got, err := page("site.example"); err != nil || got != "you are "+fabric.NodeAddr(1) {
+		t.Errorf("after a restore: %q, %v", got, err)
+	}
 }
 
 // A request for what cannot be says so.

@@ -127,6 +127,26 @@ func TestCreateFlags(t *testing.T) {
 	}
 }
 
+func TestCreateWithEgress(t *testing.T) {
+	f := serve(t)
+	file := filepath.Join(t.TempDir(), "egress.yaml")
+	if err := os.WriteFile(file, []byte("defaultAction: EGRESS_ACTION_DENY\nallow:\n- domains: [example.com]\n  ports: [{first: 443, last: 443}]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ok(t, uidAt(1)+"\n", "create", "a", "--network", "outbound", "--egress", file)
+	want := &dormousev1.EgressPolicy{DefaultAction: dormousev1.EgressAction_EGRESS_ACTION_DENY, Allow: []*dormousev1.EgressRule{
+		{Domains: []string{"example.com"}, Ports: []*dormousev1.PortRange{{First: 443, Last: 443}}}}}
+	if d := cmp.Diff(want, asked[*dormousev1.CreateSandboxRequest](t, f).GetSpec().GetEgress(), protocmp.Transform()); d != "" {
+		t.Errorf("asked (-want +got):\n%s", d)
+	}
+	if err := os.WriteFile(file, []byte("allowed: []"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if r := dormouse(t, "create", "a", "--egress", file); r.code != 2 || !strings.Contains(r.err, "allowed") {
+		t.Errorf("an unknown key: %d %s", r.code, r.err)
+	}
+}
+
 func TestCreateFromFile(t *testing.T) {
 	f := serve(t)
 	file := filepath.Join(t.TempDir(), "sandbox.yaml")

@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/urfave/cli/v2"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"sigs.k8s.io/yaml"
 
@@ -45,6 +46,7 @@ func specFlags() []cli.Flag {
 		&cli.StringFlag{Name: "disk", Usage: "size of the private writable layer, e.g. 1Gi"},
 		&cli.StringSliceFlag{Name: "volume", Aliases: []string{"v"}, Usage: "VOLUME:PATH[:ro], by uid or name; may be repeated"},
 		&cli.StringFlag{Name: "network", Usage: "none or outbound"},
+		&cli.StringFlag{Name: "egress", Usage: "YAML file with what it may reach (EgressPolicy of the API), with --network outbound; see docs/network.md"},
 		&cli.StringFlag{Name: "hostname", Usage: "the name inside"},
 		&cli.DurationFlag{Name: "idle-timeout", Usage: "how long it may be unused, e.g. 15m"},
 		&cli.StringFlag{Name: "on-idle", Usage: "what happens then: pause (the default), hibernate or delete"},
@@ -146,6 +148,12 @@ func specOf(c call, image string, argv []string) (*dormousev1.SandboxSpec, error
 			return nil, command.Usage(c.Context, "--network %q: none or outbound", n)
 		}
 		spec.Network = dormousev1.NetworkMode(v)
+	}
+	if file := c.String("egress"); file != "" {
+		spec.Egress = &dormousev1.EgressPolicy{}
+		if err := readFile(c, "egress", file, spec.Egress); err != nil {
+			return nil, err
+		}
 	}
 	if spec.Resources, err = resourcesOf(c.Context); err != nil {
 		return nil, err
@@ -272,6 +280,33 @@ func secretsOf(c *cli.Context) (map[string]string, error) {
 	return pairs(c, "secret-env", true)
 }
 
+// readFile reads a message of the API from a YAML file; "-" is standard input.
+func readFile(c call, flag, file string, into proto.Message) error {
+	var data []byte
+	var err error
+	if file == "-" {
+		data, err = io.ReadAll(c.App.Reader)
+	} else {
+		data, err = os.ReadFile(file)
+	}
+	if err != nil {
+		return command.Usage(c.Context, "--%s: %s", flag, err)
+	}
+	raw, err := yaml.YAMLToJSONStrict(data)
+	if err != nil {
+		return errs.Wrap(err, errs.InvalidField, "%s is not YAML, or has a key twice", file).With("field", flag)
+	}
+	if err := wire.UnmarshalJSON(raw, into); err != nil {
+		e := errs.From(err)
+		named := errs.New(e.Reason, "%s: %s", file, e.Message)
+		for k, v := range e.Details {
+			named = named.With(k, v)
+		}
+		return named
+	}
+	return nil
+}
+
 func requestFromFile(c call, file, op string) (*dormousev1.CreateSandboxRequest, error) {
 	if c.Args().Present() {
 		return nil, command.Usage(c.Context, "with -f the image and the command are in the file")
@@ -281,28 +316,9 @@ func requestFromFile(c call, file, op string) (*dormousev1.CreateSandboxRequest,
 			return nil, command.Usage(c.Context, "--%s: with -f everything about the sandbox is in the file", f.Names()[0])
 		}
 	}
-	var data []byte
-	var err error
-	if file == "-" {
-		data, err = io.ReadAll(c.App.Reader)
-	} else {
-		data, err = os.ReadFile(file)
-	}
-	if err != nil {
-		return nil, command.Usage(c.Context, "-f: %s", err)
-	}
-	raw, err := yaml.YAMLToJSONStrict(data)
-	if err != nil {
-		return nil, errs.Wrap(err, errs.InvalidField, "%s is not YAML, or has a key twice", file).With("field", "file")
-	}
 	req := &dormousev1.CreateSandboxRequest{}
-	if err := wire.UnmarshalJSON(raw, req); err != nil {
-		e := errs.From(err)
-		named := errs.New(e.Reason, "%s: %s", file, e.Message)
-		for k, v := range e.Details {
-			named = named.With(k, v)
-		}
-		return nil, named
+	if err := readFile(c, "file", file, req); err != nil {
+		return nil, err
 	}
 	if req.GetOperationId() == "" || c.IsSet("operation-id") {
 		req.OperationId = op
