@@ -51,6 +51,11 @@ func (c *channel) Resume(ctx context.Context) error {
 	return c.Conn.Resume(ctx)
 }
 
+func (c *channel) Close() error {
+	c.bulk.Thaw(c.uid) // nobody else would: the sandbox has ended, or has another channel from now on
+	return c.Conn.Close()
+}
+
 func (c *channel) Configure(ctx context.Context, id runner.Identity) error {
 	in := guest.Identity{Hostname: id.Hostname, WriteHosts: true}
 	if id.Nameservers != nil {

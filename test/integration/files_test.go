@@ -400,3 +400,39 @@ func TestFileWatch(t *testing.T) {
 		t.Fatalf("%v, seen %v", err, seen)
 	}
 }
+
+// A transfer stands still while its sandbox is paused, and goes on when that runs again (B23).
+func TestFilesAcrossPause(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	const size = 8 * mib
+	want := sumOf(t, &pattern{size: size})
+	src := &pausing{pattern: pattern{size: size}, reached: make(chan struct{}), resume: make(chan struct{})}
+	reached := src.reached
+	wrote := make(chan error, 1)
+	go func() {
+		done, err := s.Files().Write(w.ctx, "/root/file", src, client.WriteOptions{})
+		if err == nil && done.GetDigest() != want {
+			err = fmt.Errorf("digest %s, want %s", done.GetDigest(), want)
+		}
+		wrote <- err
+	}()
+	<-reached
+	w.ok(s.Pause(w.ctx, ""))
+	close(src.resume)
+	_, err := s.Files().Stat(w.ctx, "/root")
+	w.refused(err, errs.SandboxPaused)
+	select {
+	case err := <-wrote:
+		t.Fatalf("the write ended in a sandbox that stands still: %v", err)
+	default:
+	}
+	w.ok(s.Resume(w.ctx, ""))
+	w.ok(<-wrote)
+	r, err := s.Files().Open(w.ctx, "/root/file")
+	w.ok(err)
+	defer r.Close()
+	if got := sumOf(t, r); got != want {
+		t.Errorf("read %s, want %s", got, want)
+	}
+}
