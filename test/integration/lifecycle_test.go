@@ -217,6 +217,26 @@ func TestAHibernatedSandboxOutlivesItsAgentd(t *testing.T) {
 	})
 }
 
+// TestB11TheFreezeOfALargeSandbox: a sandbox with a dirty GiB is checkpointed and runs on; how long it stood still is measured and reported, by the
+// snapshot and by the sandbox.
+func TestB11TheFreezeOfALargeSandbox(t *testing.T) {
+	w := enter(t)
+	spec := w.spec("sh", "-c", counting)
+	spec.Resources.DiskLimitBytes = 1200 * mib // the writable layer is memory, which the node adds to the limit
+	s := w.create(spec)
+	w.sh(s, "dd if=/dev/urandom of=/root/some bs=1M count=64 2>/dev/null; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16; do cat /root/some; done >/root/dirty")
+	snap := w.checkpoint(s)
+	freeze, size := snap.Last.GetStatus().GetFreeze().AsDuration(), snap.Last.GetStatus().GetSizeBytes()
+	w.is(s, running)
+	if got := s.Last.GetStatus().GetLastFreeze().AsDuration(); freeze <= 0 || got != freeze || size < 1024*mib {
+		t.Fatalf("the snapshot of %d bytes reports a freeze of %s, the sandbox one of %s", size, freeze, got)
+	}
+	t.Logf("%d MiB, frozen for %s", size/mib, freeze)
+	if got := w.sh(s, "cat /tmp/n"); got == "" {
+		t.Fatal("it does not count on")
+	}
+}
+
 // TestB12DeleteFromEveryState gives everything back: what is left is searched for by the world's end, and the volumes are free.
 func TestB12DeleteFromEveryState(t *testing.T) {
 	w := enter(t)
