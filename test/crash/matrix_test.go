@@ -51,7 +51,8 @@ func matrix() []row {
 	add(agentd, "create", create, of("start.", "runtime.recorded", "runtime.group", "runtime.launched", "runtime.attached", "volume.attach", "image.hold", "command.")...)
 	add(agentd, "restore", restore, of("restore.")...)
 	add(agentd, "checkpoint", capture, of("checkpoint.", "artefact.")...)
-	add(agentd, "delete", remove, of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release")...)
+	running := slices.DeleteFunc(of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release"), func(p string) bool { return p == "delete.artefact.after" }) // of a hibernated one
+	add(agentd, "delete", remove, running...)
 	add(agentd, "pause", pause, of("pause.")...)
 	add(agentd, "resume", resume, of("resume.")...)
 	add(agentd, "hibernate", hibernate, append(of("hibernate."), "checkpoint.save.after", "artefact.stage.after", "artefact.manifest.after", "artefact.rename.after",
