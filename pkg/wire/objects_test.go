@@ -39,6 +39,9 @@ func random(r *rand.Rand, v reflect.Value) {
 	case *sandbox.NetworkMode:
 		*x = pick(r, []sandbox.NetworkMode{"", sandbox.NetworkNone, sandbox.NetworkOutbound})
 		return
+	case *sandbox.IdleAction:
+		*x = pick(r, []sandbox.IdleAction{"", sandbox.IdlePause, sandbox.IdleHibernate, sandbox.IdleDelete})
+		return
 	case *sandbox.EgressAction:
 		*x = pick(r, []sandbox.EgressAction{"", sandbox.EgressAllow, sandbox.EgressDeny})
 		return
