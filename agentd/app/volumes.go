@@ -121,7 +121,8 @@ func (v *volumeParts) make(ctx context.Context, req api.VolumeRequest) (volumes.
 	return made, err
 }
 
-// writer is the sandbox that may be writing to the volume, "" for none: one that has ended does not.
+// writer is the sandbox that may be writing to the volume, "" for none: one that has ended does not, nor one
+// that is hibernated.
 func (v *volumeParts) writer(ctx context.Context, uid string) (string, error) {
 	holders, err := v.store.Holders(ctx, uid)
 	if err != nil {
@@ -132,7 +133,7 @@ func (v *volumeParts) writer(ctx context.Context, uid string) (string, error) {
 			continue
 		}
 		rec, err := v.state.Sandbox(h.Name)
-		if err == nil && rec.Intent == nodestate.IntentKeep && (rec.Phase == sandbox.Stopped || rec.Phase == sandbox.Failed) {
+		if err == nil && rec.Intent == nodestate.IntentKeep && (rec.Phase == sandbox.Stopped || rec.Phase == sandbox.Failed || rec.Phase == sandbox.Hibernated) {
 			continue
 		}
 		return h.Name, nil

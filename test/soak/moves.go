@@ -14,17 +14,21 @@ import (
 // move makes one random operation, or none where there is nothing for it.
 func (s *soak) move(ctx context.Context) {
 	switch n := s.intn(100); {
-	case n < 20:
+	case n < 18:
 		s.create(ctx)
-	case n < 45:
+	case n < 38:
 		s.withSubject(ctx, "ask", s.ask)
-	case n < 60:
+	case n < 46:
+		s.withSubject(ctx, "pause", s.pause)
+	case n < 54:
+		s.withSubject(ctx, "hibernate", s.hibernate)
+	case n < 64:
 		s.withSubject(ctx, "checkpoint", s.checkpoint)
-	case n < 70:
+	case n < 72:
 		s.restore(ctx)
-	case n < 77:
+	case n < 79:
 		s.withSubject(ctx, "fork", s.fork)
-	case n < 90:
+	case n < 91:
 		s.delete(ctx)
 	default:
 		s.forgetOne(ctx)
@@ -75,13 +79,17 @@ func takeOne[T any](s *soak, list *[]*T) *T {
 	return one
 }
 
-// withSubject does something to a subject that no other worker holds, and gives it back.
+// withSubject does something to a subject that no other worker holds, and gives it back. One that stands
+// still is woken for it, if that is not what is wanted.
 func (s *soak) withSubject(ctx context.Context, what string, do func(context.Context, *subject)) {
 	sub := takeOne(s, &s.subjects)
 	if sub == nil {
 		return
 	}
 	defer s.put(sub)
+	if sub.still != "" && what != "pause" && what != "hibernate" {
+		s.wake(ctx, sub)
+	}
 	do(ctx, sub)
 	s.count1(what)
 }
@@ -112,6 +120,55 @@ func (s *soak) create(ctx context.Context) {
 	s.ask(ctx, sub)
 	s.put(sub)
 	s.count1("create")
+}
+
+// pause leaves the subject standing still in memory; one that stands still already stays as it is.
+func (s *soak) pause(ctx context.Context, sub *subject) {
+	if sub.still != "" {
+		return
+	}
+	if err := insistDone(ctx, sub.box.Pause); err != nil {
+		s.fail("pause %s: %v", sub.box.UID, err)
+		return
+	}
+	sub.still = "paused"
+	s.expect(sub, dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED)
+}
+
+// hibernate leaves the subject on the disk, from memory or from a pause.
+func (s *soak) hibernate(ctx context.Context, sub *subject) {
+	if sub.still == "hibernated" {
+		return
+	}
+	if err := insistDone(ctx, sub.box.Hibernate); err != nil {
+		s.fail("hibernate %s, %s: %v", sub.box.UID, sub.still, err)
+		return
+	}
+	sub.still = "hibernated"
+	s.expect(sub, dormousev1.SandboxPhase_SANDBOX_PHASE_HIBERNATED)
+}
+
+// wake has a subject that stands still run, and answer for itself.
+func (s *soak) wake(ctx context.Context, sub *subject) {
+	if sub.still == "" {
+		return
+	}
+	if err := insistDone(ctx, sub.box.Resume); err != nil {
+		s.fail("resume %s, %s: %v", sub.box.UID, sub.still, err)
+		return
+	}
+	s.expect(sub, dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING)
+	was := sub.still
+	sub.still = ""
+	s.ask(ctx, sub)
+	s.count1("resume-" + was)
+}
+
+// expect compares what the last call answered.
+func (s *soak) expect(sub *subject, want dormousev1.SandboxPhase) {
+	if got := sub.box.Last.GetStatus().GetPhase(); got != want {
+		s.fail("%s is said to be %s; want %s", sub.box.UID, got, want)
+	}
 }
 
 func (s *soak) checkpoint(ctx context.Context, sub *subject) {

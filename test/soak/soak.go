@@ -210,6 +210,7 @@ func (s *soak) end(ctx context.Context) error {
 	sound := len(s.report.Failures) == 0
 	for _, sub := range s.subjects {
 		if sound {
+			s.wake(ctx, sub)
 			s.ask(ctx, sub)
 		}
 		s.remove(ctx, sub)

@@ -29,6 +29,7 @@ type subject struct {
 	volume *client.Volume // its own, or nil
 	me     string         // pid and nonce; empty before the first answer
 	lo, hi int            // how often it was asked
+	still  string         // "paused", "hibernated", or empty: it runs
 }
 
 // capture is a snapshot and what is known of the subject at that moment.

@@ -2,6 +2,7 @@ package operations
 
 import (
 	"context"
+	"strconv"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
@@ -144,39 +145,73 @@ func (e *Engine) makeVolume(ctx context.Context, t *task, u string, fin func(*Op
 }
 
 func (e *Engine) volumeOnNode(ctx context.Context, t *task, v *records.Volume, fin func(*Operation, *records.Volume) (catalog.Put, error)) error {
-	freeze := ""
-	if v.Spec.SourceVolumeUID != "" {
-		holder, err := exclusiveHolder(ctx, e.cfg.Catalog, v.Tenant, v.Spec.SourceVolumeUID)
+	var usage int64
+	var session fence.Epoch
+	delay := e.cfg.RetryMin
+	for round := 1; ; {
+		freeze, steady, err := e.writerOf(ctx, v)
 		if err != nil {
 			return err
 		}
-		if holder != "" {
-			sb, err := e.sandbox(ctx, e.cfg.Catalog, v.Tenant, holder)
-			if err != nil && !errs.Has(err, errs.ObjectNotFound) {
-				return err
+		if !steady {
+			delay = e.pause(ctx, delay)
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
 			}
-			if err == nil && sb.Status.Phase == sandbox.Running {
-				freeze = holder
-			}
+			continue
 		}
-	}
-	var usage int64
-	var session fence.Epoch
-	step := "volume:" + v.UID
-	if freeze != "" { // a part of the command, and it may change between two attempts
-		step += "@" + freeze
-	}
-	err := e.call(ctx, t, v.Status.Node, step, func(ctx context.Context, c Command) (err error) {
-		usage, session, err = e.cfg.Agents.CreateVolume(ctx, v.Status.Node, c, v.UID, v.Spec.SizeLimitBytes, v.Spec.SourceVolumeUID, freeze)
-		return err
-	})
-	if err != nil {
-		return err
+		step := "volume:" + v.UID
+		if freeze != "" { // a part of the command, and it may change between two attempts
+			step += "@" + freeze
+		}
+		if round > 1 { // the node gives a command's result again
+			step += "+" + strconv.Itoa(round)
+		}
+		round++
+		err = e.call(ctx, t, v.Status.Node, step, func(ctx context.Context, c Command) (err error) {
+			usage, session, err = e.cfg.Agents.CreateVolume(ctx, v.Status.Node, c, v.UID, v.Spec.SizeLimitBytes, v.Spec.SourceVolumeUID, freeze)
+			return err
+		})
+		if err == nil {
+			break
+		}
+		// What was refused because the writer was just changing is asked again.
+		now, steady, lookErr := e.writerOf(ctx, v)
+		if lookErr != nil || v.Spec.SourceVolumeUID == "" || steady && now == freeze {
+			return err
+		}
 	}
 	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: v.Status.Node, Session: session}
 	return e.changeVolume(ctx, owner, t, v.UID, func(v *records.Volume) {
 		v.Status.Phase, v.Status.UsageBytes = volume.Ready, usage
 	}, fin)
+}
+
+// writerOf tells who has to stand still while the source of a volume is copied: the sandbox that runs, or is
+// paused, with it; nobody ("") where there is no source, or nobody writes to it. It is not steady while that
+// sandbox is on its way from one to the other.
+func (e *Engine) writerOf(ctx context.Context, v *records.Volume) (freeze string, steady bool, err error) {
+	if v.Spec.SourceVolumeUID == "" {
+		return "", true, nil
+	}
+	holder, err := exclusiveHolder(ctx, e.cfg.Catalog, v.Tenant, v.Spec.SourceVolumeUID)
+	if err != nil || holder == "" {
+		return "", true, err
+	}
+	sb, err := e.sandbox(ctx, e.cfg.Catalog, v.Tenant, holder)
+	if errs.Has(err, errs.ObjectNotFound) {
+		return "", true, nil
+	}
+	if err != nil {
+		return "", false, err
+	}
+	switch sb.Status.Phase {
+	case sandbox.Running, sandbox.Paused:
+		return holder, true, nil
+	case sandbox.Stopped, sandbox.Failed, sandbox.Hibernated:
+		return "", true, nil
+	}
+	return "", false, nil
 }
 
 // changeVolume commits a change of a volume that is being made.
