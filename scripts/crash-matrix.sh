@@ -34,7 +34,7 @@ part() {
 	printf '[crash] %-24s %-6s %4d s  %d rows passed\n' "$name" "$end" $((SECONDS - at)) "$passed"
 	if [ "$end" != ok ]; then
 		failed+=("$name")
-		grep -E '^ *--- FAIL|_test.go:[0-9]+:|^panic' "$log" | head -20 | sed 's/^/    /' || true
+		grep -E '^ *--- FAIL|_test.go:[0-9]+:|^panic' "$log" | grep -vE ': [0-9.]+ s$' | head -20 | sed 's/^/    /' || true
 	fi
 }
 
