@@ -57,6 +57,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/ticket"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 )
@@ -83,6 +84,7 @@ type App struct {
 	commands  *runner.Commands
 	node      *node
 	session   *session.Client
+	tickets   ticket.Verifier
 
 	// fault is nil but in builds for tests.
 	fault func(point string) error
@@ -97,6 +99,7 @@ func New(ctx context.Context, cfg Config, log *slog.Logger) (*App, error) {
 		return nil, fmt.Errorf("configuration: %w", err)
 	}
 	a := &App{cfg: cfg, log: log.With("node", cfg.Node), metrics: obs.NewRegistry(), health: obs.NewHealth()}
+	a.tickets.Node = cfg.Node
 	for _, open := range []func(context.Context) error{a.openState, a.openRuntime, a.openStores, a.openRunner, a.openSession, a.measure} {
 		if err := open(ctx); err != nil {
 			return nil, errors.Join(err, a.Close())
@@ -281,7 +284,7 @@ func (a *App) openSession(context.Context) error {
 		a.onClose(conn.Close)
 		conns = append(conns, conn)
 	}
-	a.session = session.New(session.Options{Conns: conns, Store: a.state, Node: a.node, Log: a.log})
+	a.session = session.New(session.Options{Conns: conns, Store: a.state, Node: a.node, TicketKeys: a.tickets.SetKeys, Log: a.log})
 	a.commands = runner.NewCommands(a.state, a.session.Epoch)
 	a.onClose(quiet(a.commands.Close))
 	return nil

@@ -2,6 +2,7 @@ package app
 
 import (
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -35,6 +36,7 @@ type Config struct {
 
 	Listen      string            `yaml:"listen" usage:"where the node API is served: host:port or unix:/path"`
 	Advertise   string            `yaml:"advertise" usage:"where the coordinator reaches the node API; the listen address by default"`
+	Direct      DirectConfig      `yaml:"direct"`
 	Coordinator string            `yaml:"coordinator" usage:"addresses of the coordinators, separated by commas: host:port or unix:/path each"`
 	TLS         pki.Files         `yaml:"tls"`
 	Labels      map[string]string `yaml:"labels" usage:"labels that node selectors match"`
@@ -44,6 +46,12 @@ type Config struct {
 	Network  NetworkConfig  `yaml:"network"`
 	Snapshot SnapshotConfig `yaml:"snapshot"`
 	Log      obs.LogConfig  `yaml:"log"`
+}
+
+// DirectConfig is the listener for clients that show tickets.
+type DirectConfig struct {
+	Listen    string `yaml:"listen" usage:"host:port at which clients with tickets reach processes, files and ports; empty: only through a coordinator"`
+	Advertise string `yaml:"advertise" usage:"host:port that clients are told; the listen address by default"`
 }
 
 // LayersConfig is of the read-only layers.
@@ -164,6 +172,17 @@ func (c *Config) check() error {
 	}
 	if c.Advertise == "" {
 		c.Advertise = c.Listen
+	}
+	if c.Direct.Advertise == "" {
+		c.Direct.Advertise = c.Direct.Listen
+	}
+	for _, address := range []string{c.Direct.Listen, c.Direct.Advertise} {
+		if _, _, err := net.SplitHostPort(address); address != "" && err != nil {
+			return fmt.Errorf("direct: %q is not host:port", address)
+		}
+	}
+	if c.Direct.Listen == "" && c.Direct.Advertise != "" {
+		return fmt.Errorf("direct.advertise: clients are told of a listener that direct.listen does not open")
 	}
 	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 {
 		return fmt.Errorf("limits and reserves: must not be negative, and at least one sandbox and one capture at a time")

@@ -148,6 +148,12 @@ func (n *node) DialPort(ctx context.Context, uid string, port int) (api.PortConn
 	return n.bulk.Dial(ctx, uid, port)
 }
 
+// Owner gives the tenant of a sandbox, for the doors.
+func (n *node) Owner(uid string) (string, error) {
+	rec, err := n.state.Sandbox(uid)
+	return rec.Tenant, err
+}
+
 func (n *node) Final(uid string) (runner.Final, error) { return n.run.Final(uid) }
 
 // Images, for the API.
@@ -243,7 +249,7 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 	return &nodev1.Hello{
 		Node: n.cfg.Node, Address: n.cfg.Advertise, Version: version.Get().Version, Labels: n.cfg.Labels, Capacity: capacity, Allocatable: allocatable,
 		RuntimeBundles: digests, CpuFeatures: n.cpu, HighestCoordinatorEpoch: uint64(epochs.Coordinator), Architecture: goruntime.GOARCH,
-		Inventory: inv, BootId: n.bootID, Uses: usesToProto(n.uses.News(true)),
+		Inventory: inv, BootId: n.bootID, DirectAddress: n.cfg.Direct.Advertise, Uses: usesToProto(n.uses.News(true)),
 	}, nil
 }
 

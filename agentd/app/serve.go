@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/access"
 	"github.com/dormouse-run/dormouse/agentd/internal/api"
 	"github.com/dormouse-run/dormouse/agentd/internal/debug"
 	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
@@ -50,31 +52,27 @@ func (a *App) Serve(ctx context.Context) error {
 	if err := a.reconcile(ctx); err != nil {
 		return err
 	}
-	nodeServer, debugServer, err := a.servers()
+	servers, err := a.servers()
 	if err != nil {
 		return err
 	}
-	nodeListener, err := listen(ctx, a.cfg.Listen)
-	if err != nil {
-		return fmt.Errorf("listen: %w", err)
+	if err := a.open(ctx, servers); err != nil {
+		return err
 	}
-	debugListener, err := obs.ListenRootOnly(a.cfg.DebugSocket())
-	if err != nil {
-		return errors.Join(err, nodeListener.Close())
+	for _, s := range servers {
+		group.Go(func() { failed(s.name, s.Serve(s.listener)) })
 	}
-	group.Go(func() { failed("node API", nodeServer.Serve(nodeListener)) })
-	group.Go(func() { failed("debug socket", debugServer.Serve(debugListener)) })
 	backgroundCtx, endBackground := context.WithCancel(ctx)
 	var background sync.WaitGroup
 	background.Go(func() { a.session.Run(backgroundCtx) })
 	background.Go(func() { a.housekeep(backgroundCtx) })
 	background.Go(func() { a.uses.Run(backgroundCtx) })
-	a.log.InfoContext(ctx, "serving", "listen", nodeListener.Addr().String(), "debug", a.cfg.DebugSocket(), "bundle", a.bundles.Current().Digest)
+	a.log.InfoContext(ctx, "serving", "listen", a.cfg.Listen, "direct", a.cfg.Direct.Listen, "debug", a.cfg.DebugSocket(), "bundle", a.bundles.Current().Digest)
 
 	<-ctx.Done()
 	endBackground()
 	background.Wait()
-	drain(nodeServer, debugServer)
+	drain(servers)
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		return cause
 	}
@@ -83,7 +81,7 @@ func (a *App) Serve(ctx context.Context) error {
 
 // drain lets calls end for a bounded time and then cuts them: what they asked for goes on in the runner,
 // or is undone when that closes.
-func drain(servers ...*grpc.Server) {
+func drain(servers []*server) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -105,27 +103,78 @@ func drain(servers ...*grpc.Server) {
 	}
 }
 
-func (a *App) servers() (nodeServer, debugServer *grpc.Server, err error) {
+// server is one of agentd's, and where it listens.
+type server struct {
+	*grpc.Server
+	name     string
+	open     func(context.Context) (net.Listener, error)
+	listener net.Listener
+}
+
+// open opens all listeners, or none.
+func (a *App) open(ctx context.Context, servers []*server) error {
+	for i, s := range servers {
+		l, err := s.open(ctx)
+		if err != nil {
+			err = fmt.Errorf("%s: listen: %w", s.name, err)
+			for _, before := range servers[:i] {
+				err = errors.Join(err, before.listener.Close())
+			}
+			return err
+		}
+		s.listener = l
+	}
+	return nil
+}
+
+// What one client with tickets may have open at a time, and how large the headers of a call may be.
+const (
+	directStreams = 1024
+	directHeaders = 16 << 10
+)
+
+func (a *App) servers() ([]*server, error) {
 	around, err := wire.NewServer(a.log, a.metrics)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	opts := append(around.Options(), grpc.MaxRecvMsgSize(maxMessage))
+	base := append(around.Options(), grpc.MaxRecvMsgSize(maxMessage),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))
+	with := func(more ...grpc.ServerOption) *grpc.Server {
+		return grpc.NewServer(append(slices.Clip(base), more...)...)
+	}
+	guarded := func(d *access.Door, more ...grpc.ServerOption) *grpc.Server {
+		return with(append(more, grpc.ChainUnaryInterceptor(d.Unary(), a.uses.Unary), grpc.ChainStreamInterceptor(d.Stream(), a.uses.Stream))...)
+	}
 	processes := &api.Processes{Sandboxes: a.node}
-	nodeServer = grpc.NewServer(append(opts, grpc.ChainUnaryInterceptor(a.uses.Unary), grpc.ChainStreamInterceptor(a.uses.Stream), grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))...)
-	nodev1.RegisterAgentServiceServer(nodeServer, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
-	dormousev1.RegisterProcessServiceServer(nodeServer, processes)
-	dormousev1.RegisterFileServiceServer(nodeServer, &api.Files{Sandboxes: a.node})
+	dataPlane := func(r grpc.ServiceRegistrar) {
+		dormousev1.RegisterProcessServiceServer(r, processes)
+		dormousev1.RegisterFileServiceServer(r, &api.Files{Sandboxes: a.node})
+	}
 
-	debugServer = grpc.NewServer(opts...)
-	nodev1.RegisterDebugServiceServer(debugServer, &debug.Server{
+	node := guarded(access.Coordinators(a.node), grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))))
+	nodev1.RegisterAgentServiceServer(node, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
+	dataPlane(node)
+	debugging := with()
+	nodev1.RegisterDebugServiceServer(debugging, &debug.Server{
 		Summary: a.overview, Objects: a.objects(), Processes: processes,
 		Examine: func(ctx context.Context, fix bool) ([]reconcile.Result, map[string]int, error) {
 			return reconcile.Examine(ctx, a.sources(), a.run, fix)
 		},
 	})
-	return nodeServer, debugServer, nil
+	all := []*server{
+		{Server: node, name: "node API", open: func(ctx context.Context) (net.Listener, error) { return listen(ctx, a.cfg.Listen) }},
+		{Server: debugging, name: "debug socket", open: func(context.Context) (net.Listener, error) { return obs.ListenRootOnly(a.cfg.DebugSocket()) }},
+	}
+	if a.cfg.Direct.Listen == "" {
+		return all, nil
+	}
+	direct := guarded(access.Clients(a.node, &a.tickets), grpc.Creds(credentials.NewTLS(a.tls.ServerAlone())),
+		grpc.MaxConcurrentStreams(directStreams), grpc.MaxHeaderListSize(directHeaders), grpc.ConnectionTimeout(10*time.Second))
+	dataPlane(direct)
+	return append(all, &server{Server: direct, name: "direct listener", open: func(ctx context.Context) (net.Listener, error) {
+		return listen(ctx, a.cfg.Direct.Listen)
+	}}), nil
 }
 
 // conditions say what ready and alive mean: alive is that the records answer; ready is that the coordinator

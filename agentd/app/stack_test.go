@@ -15,8 +15,10 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/dormouse-run/dormouse/pkg/dataplane"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	"github.com/dormouse-run/dormouse/pkg/wire"
@@ -186,7 +188,13 @@ func (b *bench) dial() {
 	client, err := pki.ClientTLS(b.stack.CoordinatorTLS(), nil, pki.RoleNode, stack.NodeName(1))
 	must(b.t, err)
 	run := filepath.Join(b.stack.NodeDir(1), "run")
-	conn, err := grpc.NewClient("unix:"+filepath.Join(run, "api.sock"), append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(client)))...)
+	conn, err := grpc.NewClient("unix:"+filepath.Join(run, "api.sock"), append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(client)),
+		grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			return invoke(metadata.AppendToOutgoingContext(ctx, dataplane.TenantKey, "dev"), method, req, reply, cc, opts...)
+		}),
+		grpc.WithChainStreamInterceptor(func(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+			return open(metadata.AppendToOutgoingContext(ctx, dataplane.TenantKey, "dev"), desc, cc, method, opts...)
+		}))...)
 	must(b.t, err)
 	b.t.Cleanup(func() { conn.Close() })
 	b.agent, b.process = nodev1.NewAgentServiceClient(conn), dormousev1.NewProcessServiceClient(conn)

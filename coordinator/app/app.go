@@ -32,6 +32,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/ticket"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
@@ -49,6 +50,7 @@ type App struct {
 	pool     *nodeclient.Pool
 	streams  *nodeclient.Streams
 	forward  *forward.Forwarder
+	tickets  *ticket.Keys // nil: none are given
 	bridge   *rest.Bridge
 	metrics  *metrics
 	health   *obs.Health
@@ -143,6 +145,18 @@ func (a *App) files() (*pki.Source, *auth.Authenticator, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	if a.cfg.Tickets.Keys != "" {
+		a.tickets, err = ticket.OpenKeys(a.cfg.Tickets.Keys, func(err error) {
+			if err != nil {
+				a.log.Error("the keys of tickets were not read again; those before stay in use", "error", err)
+			} else {
+				a.log.Info("the keys of tickets were read again")
+			}
+		})
+		if err != nil {
+			return nil, nil, err
+		}
+	}
 	keys, err := auth.Open(a.cfg.Keys, a.log)
 	return source, keys, err
 }
@@ -184,7 +198,7 @@ func (a *App) open(ctx context.Context) error {
 func (a *App) assemble(files *pki.Source) {
 	a.registry = sessions.New(sessions.Config{
 		Store: a.store, Queue: publisher{a.queue}, Log: a.log, Heartbeat: a.cfg.Nodes.Heartbeat, Missed: a.cfg.Nodes.Missed,
-		OnHigherEpoch: a.higherEpoch, PeerNode: peerNode,
+		OnHigherEpoch: a.higherEpoch, PeerNode: peerNode, TicketKeys: a.ticketKeys,
 		Inventory: func(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
 			return a.pool.Inventory(ctx, node)
 		},
@@ -309,7 +323,19 @@ func (p publisher) Publish(ctx context.Context, build func(context.Context, cata
 
 // services makes the public API.
 func (a *App) services() *api.Server {
-	return api.New(api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Log: a.log})
+	cfg := api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Log: a.log}
+	if a.tickets != nil {
+		cfg.Tickets = &api.Tickets{Issuer: a.tickets, Life: a.cfg.Tickets.Life, CA: func() ([]byte, error) { return os.ReadFile(a.cfg.TLS.CA) }}
+	}
+	return api.New(cfg)
+}
+
+// ticketKeys are what nodes verify tickets with.
+func (a *App) ticketKeys() []ticket.PublicKey {
+	if a.tickets == nil {
+		return nil
+	}
+	return a.tickets.Public()
 }
 
 // surround makes what is around every call of the listeners.

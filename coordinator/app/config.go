@@ -47,6 +47,10 @@ type Config struct {
 	Advertise string    `yaml:"advertise" usage:"host:port at which other coordinators pass calls on to this one while it leads; the first TCP address of listen.grpc if empty"`
 	TLS       pki.Files `yaml:"tls"`
 	Keys      string    `yaml:"keys_file" usage:"file with the API keys (hashed)"`
+	Tickets   struct {
+		Keys string        `yaml:"keys_file" usage:"file with the keys that tickets for nodes are signed with, the same for all coordinators; made if it is not there; empty: no tickets"`
+		Life time.Duration `yaml:"life" usage:"how long calls may be begun with a ticket"`
+	} `yaml:"tickets"`
 	// Tenant limits what one tenant may ask of this coordinator at a time.
 	Tenant auth.Limits `yaml:"tenant"`
 	Redis  struct {
@@ -86,6 +90,7 @@ func DefaultConfig() Config {
 	c.Redis.Catalog = "dormouse"
 	c.Tenant = auth.DefaultLimits()
 	c.Lease.TTL = 6 * time.Second
+	c.Tickets.Life = 2 * time.Minute
 	c.Nodes.Heartbeat = 2 * time.Second
 	c.Nodes.Missed = 4
 	c.Nodes.PlacementWait = 10 * time.Second
@@ -132,6 +137,9 @@ func (c *Config) Validate() error {
 	}
 	if !c.Tenant.Valid() {
 		fail("tenant", "no limit is below zero, and a rate needs a burst; 0 is no limit")
+	}
+	if c.Tickets.Life < 5*time.Second || c.Tickets.Life > time.Hour {
+		fail("tickets.life", "5s to 1h")
 	}
 	if c.Lease.TTL < 500*time.Millisecond {
 		fail("lease.ttl", "at least 500ms")

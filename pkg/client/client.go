@@ -34,7 +34,8 @@ var firstBackoff = 100 * time.Millisecond
 
 // Client talks to a coordinator. It is safe for concurrent use.
 type Client struct {
-	cc *grpc.ClientConn
+	cc    *grpc.ClientConn
+	plane *plane
 
 	sandboxes  dormousev1.SandboxServiceClient
 	processes  dormousev1.ProcessServiceClient
@@ -70,22 +71,29 @@ func Dial(cfg Config, opts ...grpc.DialOption) (*Client, error) {
 	if err != nil {
 		return nil, errs.Wrap(err, errs.InvalidField, "the coordinator's address %q cannot be used", cfg.Addr).With("field", "addr")
 	}
-	return New(cc), nil
+	c := New(cc)
+	c.plane.direct = !cfg.Through && (!to.local || cfg.DialNode != nil)
+	c.plane.dialNode = cfg.DialNode
+	return c, nil
 }
 
 // New makes a client over a connection that has wire's interceptors.
 func New(cc *grpc.ClientConn) *Client {
+	p := newPlane(cc)
 	return &Client{
-		cc: cc, sandboxes: dormousev1.NewSandboxServiceClient(cc), processes: dormousev1.NewProcessServiceClient(cc),
-		files:     dormousev1.NewFileServiceClient(cc),
+		cc: cc, plane: p, sandboxes: dormousev1.NewSandboxServiceClient(cc), processes: dormousev1.NewProcessServiceClient(p),
+		files:     dormousev1.NewFileServiceClient(p),
 		snapshots: dormousev1.NewSnapshotServiceClient(cc), volumes: dormousev1.NewVolumeServiceClient(cc),
 		nodes: dormousev1.NewNodeServiceClient(cc), images: dormousev1.NewImageServiceClient(cc),
 		operations: dormousev1.NewOperationServiceClient(cc), events: dormousev1.NewEventServiceClient(cc),
 	}
 }
 
-// Close ends the connection and what runs over it.
-func (c *Client) Close() error { return c.cc.Close() }
+// Close ends the connections and what runs over them.
+func (c *Client) Close() error {
+	c.plane.close()
+	return c.cc.Close()
+}
 
 func (c Config) transport(local bool) (credentials.TransportCredentials, error) {
 	if local && c.CA == "" {

@@ -1,6 +1,8 @@
 package client
 
 import (
+	"context"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -24,6 +26,11 @@ type Config struct {
 	// Cert and Key identify the caller by mTLS.
 	Cert string `yaml:"cert,omitempty"`
 	Key  string `yaml:"key,omitempty"`
+	// Through keeps all calls on the way through a coordinator, also where nodes could be reached.
+	Through bool `yaml:"through,omitempty"`
+	// DialNode (may be nil) opens connections to nodes. Without it a client whose coordinator is a socket of this
+	// machine does not look for nodes.
+	DialNode func(ctx context.Context, network, address string) (net.Conn, error) `yaml:"-"`
 }
 
 // contexts is the file of named configurations.
@@ -47,8 +54,8 @@ func ContextFile() string {
 // FromEnvironment gives the configuration of a context (empty: the file's current one), with
 // DORMOUSE_ADDR, DORMOUSE_API_KEY, DORMOUSE_API_KEY_FILE, DORMOUSE_CA, DORMOUSE_CERT and
 // DORMOUSE_KEY stronger than the file.
-func FromEnvironment(context string) (Config, error) {
-	cfg, err := fromFile(ContextFile(), context)
+func FromEnvironment(name string) (Config, error) {
+	cfg, err := fromFile(ContextFile(), name)
 	if err != nil {
 		return Config{}, err
 	}
@@ -66,11 +73,11 @@ func FromEnvironment(context string) (Config, error) {
 	return cfg, nil
 }
 
-func fromFile(file, context string) (Config, error) {
+func fromFile(file, name string) (Config, error) {
 	data, err := os.ReadFile(file)
 	if os.IsNotExist(err) && os.Getenv("DORMOUSE_CONFIG") == "" {
-		if context != "" {
-			return Config{}, errs.New(errs.InvalidField, "there is no context %q: %s does not exist", context, file).With("field", "context")
+		if name != "" {
+			return Config{}, errs.New(errs.InvalidField, "there is no context %q: %s does not exist", name, file).With("field", "context")
 		}
 		return Config{}, nil
 	}
@@ -83,12 +90,12 @@ func fromFile(file, context string) (Config, error) {
 	if err := dec.Decode(&all); err != nil {
 		return Config{}, errs.New(errs.InvalidField, "%s: %s", file, hideValues(err)).With("field", "DORMOUSE_CONFIG")
 	}
-	if context == "" {
-		context = all.Current
+	if name == "" {
+		name = all.Current
 	}
-	cfg, ok := all.Contexts[context]
-	if !ok && context != "" {
-		return Config{}, errs.New(errs.InvalidField, "there is no context %q in %s", context, file).With("field", "context")
+	cfg, ok := all.Contexts[name]
+	if !ok && name != "" {
+		return Config{}, errs.New(errs.InvalidField, "there is no context %q in %s", name, file).With("field", "context")
 	}
 	return cfg, nil
 }

@@ -27,6 +27,7 @@ const (
 	CredentialsMissing Reason = "CREDENTIALS_MISSING"
 	CredentialsInvalid Reason = "CREDENTIALS_INVALID"
 	NotAllowed         Reason = "NOT_ALLOWED"
+	TicketInvalid      Reason = "TICKET_INVALID"  // a ticket that a node does not take: get another; details: why
 	RegistryDenied     Reason = "REGISTRY_DENIED" // the registry refused our credentials; details: registry
 
 	// It is not there.
@@ -128,6 +129,7 @@ var table = map[Reason]row{
 
 	CredentialsMissing: {Unauthenticated, Never, NotStarted},
 	CredentialsInvalid: {Unauthenticated, Never, NotStarted},
+	TicketInvalid:      {Unauthenticated, Never, NotStarted},
 	NotAllowed:         {PermissionDenied, Never, NotStarted},
 	RegistryDenied:     {PermissionDenied, Never, NotStarted},
 

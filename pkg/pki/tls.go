@@ -121,6 +121,13 @@ func (s *Source) Server(allowed ...Role) *tls.Config { return s.server(true, all
 // known by something else, such as an API key. A certificate that is shown must be of a role.
 func (s *Source) ServerOptional(allowed ...Role) *tls.Config { return s.server(false, allowed) }
 
+// ServerAlone gives a configuration that asks for no client certificate: clients must be known by something else.
+func (s *Source) ServerAlone() *tls.Config {
+	cfg := s.server(false, nil)
+	cfg.ClientAuth, cfg.VerifyConnection = tls.NoClientCert, nil
+	return cfg
+}
+
 func (s *Source) server(required bool, allowed []Role) *tls.Config {
 	auth := tls.RequestClientCert
 	if required {
@@ -199,6 +206,16 @@ func (s *Source) verify(chain []*x509.Certificate, usage x509.ExtKeyUsage) (Iden
 		return Identity{}, err
 	}
 	return IdentityOf(chain[0])
+}
+
+// ClientOf gives the configuration of a client that shows no certificate, and accepts only a server of the role and
+// name that the CAs (PEM) stand for.
+func ClientOf(ca []byte, role Role, name string) (*tls.Config, error) {
+	s := &Source{onReload: func(error) {}, pool: x509.NewCertPool()}
+	if !s.pool.AppendCertsFromPEM(ca) {
+		return nil, errors.New("there is no certificate among the CAs")
+	}
+	return s.Client(role, name), nil
 }
 
 // ServerTLS opens the files and gives the configuration of a server that demands a certificate of one

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/dataplane"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
@@ -173,10 +174,18 @@ func (b *bench) onNode() (*client.Client, error) {
 	}
 	dial := fabric.Dialer(b.cluster.HubNetns())
 	cc, err := grpc.NewClient("passthrough:///"+b.cluster.AgentAddress(1), append(wire.DialOptions(),
-		grpc.WithTransportCredentials(credentials.NewTLS(cfg)),
+		grpc.WithTransportCredentials(credentials.NewTLS(cfg)), grpc.WithPerRPCCredentials(inNameOf(stack.Tenant)),
 		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) { return dial(ctx, "tcp", addr) }))...)
 	if err != nil {
 		return nil, err
 	}
 	return client.New(cc), nil
 }
+
+// inNameOf says whose sandboxes are meant, as a coordinator does.
+type inNameOf string
+
+func (t inNameOf) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{dataplane.TenantKey: string(t)}, nil
+}
+func (inNameOf) RequireTransportSecurity() bool { return true }

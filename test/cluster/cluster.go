@@ -106,7 +106,9 @@ func (c *Cluster) RESTSocket() string { return filepath.Join(c.Dir, "rest.sock")
 
 // Ports of the daemons, at addresses that exist inside the stack's own namespaces only.
 const (
-	grpcPort, nodePort, restPort, agentPort = "7443", "7444", "7080", "7421"
+	grpcPort, nodePort, restPort, agentPort, directPort = "7443", "7444", "7080", "7421", "7422"
+	// Those of the standby.
+	grpcPort2, nodePort2 = "7453", "7454"
 )
 
 // AgentAddress is where node i's agentd listens, inside the fabric.
@@ -117,6 +119,15 @@ const NetworkCIDR = "10.89.0.0/24"
 
 // NameServer is who the nodes ask for the names that sandboxes ask for; a test that needs one serves there.
 const NameServer = fabric.HubAddr + ":5353"
+
+// DirectAddr is where node i serves clients with tickets, inside the fabric.
+func (c *Cluster) DirectAddr(i int) string { return fabric.NodeAddr(i) + ":" + directPort }
+
+// TicketKeys is the file of the keys that tickets are signed with.
+func (c *Cluster) TicketKeys() string { return filepath.Join(c.Dir, "tickets.yaml") }
+
+// StandbySocket is the gRPC API of a second coordinator, which is there once StartStandbyReady started it.
+func (c *Cluster) StandbySocket() string { return filepath.Join(c.Dir, "standby.sock") }
 
 type dict = map[string]any
 
@@ -132,6 +143,7 @@ func (c *Cluster) writeConfigs() error {
 		"holder":       "coordinator-1",
 		"tls":          tlsKeys(c.CoordinatorTLS()),
 		"keys_file":    c.APIKeys(),
+		"tickets":      dict{"keys_file": c.TicketKeys()},
 		"redis":        dict{"address": c.RedisSocket()},
 		"lease":        dict{"ttl": "3s"},
 		"nodes":        dict{"heartbeat": "500ms"},
@@ -139,6 +151,14 @@ func (c *Cluster) writeConfigs() error {
 		"log":          dict{"level": "debug", "format": "json"},
 	}
 	if err := writeYAML(c.CoordinatorConfig(), coordinator); err != nil {
+		return err
+	}
+	coordinator["listen"] = dict{
+		"grpc": []string{"unix:" + c.StandbySocket(), fabric.HubAddr + ":" + grpcPort2}, "rest": []string{},
+		"node": []string{fabric.HubAddr + ":" + nodePort2},
+	}
+	coordinator["holder"], coordinator["admin_socket"] = "coordinator-2", filepath.Join(c.Dir, "standby-admin.sock")
+	if err := writeYAML(c.StandbyConfig(), coordinator); err != nil {
 		return err
 	}
 	mkfs, err := tools.Find("mkfs.erofs")
@@ -162,7 +182,8 @@ func (c *Cluster) writeConfigs() error {
 			"registry":    registry,
 			"bundle":      dict{"dir": filepath.Join(c.Bin, "bundle")},
 			"listen":      fabric.NodeAddr(i) + ":" + agentPort,
-			"coordinator": fabric.HubAddr + ":" + nodePort,
+			"direct":      dict{"listen": c.DirectAddr(i)},
+			"coordinator": fabric.HubAddr + ":" + nodePort + "," + fabric.HubAddr + ":" + nodePort2,
 			"tls":         tlsKeys(c.NodeTLS(i)),
 			"labels":      dict{"zone": fmt.Sprintf("z%d", i)},
 			// Two nodes share the machine: each offers half of it.
@@ -247,6 +268,21 @@ func (c *Cluster) StartCoordinatorReady(ctx context.Context) error {
 			}
 		}
 		return nil
+	})
+}
+
+// StartStandbyReady starts a second coordinator and waits until it answers.
+func (c *Cluster) StartStandbyReady(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, ready)
+	defer cancel()
+	return c.StartStandby(ctx, func(ctx context.Context) error {
+		cl, err := client.Dial(client.Config{Addr: "unix://" + c.StandbySocket(), APIKeyFile: c.APIKeyFile()})
+		if err != nil {
+			return err
+		}
+		defer cl.Close()
+		_, err = client.Collect(cl.ListVolumes(ctx, &dormousev1.ListVolumesRequest{}))
+		return err
 	})
 }
 

@@ -11,7 +11,10 @@ import (
 
 // The command lines of Dormouse's own daemons, and nothing else.
 
-const coordinatorName = "coordinator"
+const (
+	coordinatorName = "coordinator"
+	standbyName     = "standby"
+)
 
 func agentdName(i int) string { return fmt.Sprintf("agentd%d", i) }
 
@@ -37,6 +40,20 @@ func (s *Stack) KillCoordinator(ctx context.Context) error { return s.stop(ctx, 
 func (s *Stack) StopCoordinator(ctx context.Context) error {
 	return s.stop(ctx, coordinatorName, stopGrace)
 }
+
+// StandbyConfig is the configuration file of a second coordinator; whoever starts it writes it first.
+func (s *Stack) StandbyConfig() string { return s.path("standby.yaml") }
+
+// StartStandby starts a second coordinator in the hub and waits until ready is nil.
+func (s *Stack) StartStandby(ctx context.Context, ready func(context.Context) error) error {
+	return s.start(ctx, command{
+		name: standbyName, netns: s.HubNetns(), path: filepath.Join(s.Bin, "coordinator"),
+		args: []string{"--config", s.StandbyConfig()}, ready: ready,
+	})
+}
+
+// StopStandby ends it in order. It does nothing when there is none.
+func (s *Stack) StopStandby(ctx context.Context) error { return s.stop(ctx, standbyName, stopGrace) }
 
 // StartAgentd starts the agentd of node i, in the node's network namespace, and
 // waits until ready is nil.

@@ -78,7 +78,7 @@ func (s *Stack) own() error {
 }
 
 func (s *Stack) stopDaemons(ctx context.Context) error {
-	errs := []error{s.stop(ctx, coordinatorName, stopGrace)}
+	errs := []error{s.StopStandby(ctx), s.stop(ctx, coordinatorName, stopGrace)}
 	for i := 1; i <= s.Nodes; i++ {
 		errs = append(errs, s.stop(ctx, agentdName(i), stopGrace))
 	}

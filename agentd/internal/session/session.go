@@ -36,6 +36,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/ticket"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
 
@@ -62,7 +63,9 @@ type Options struct {
 	Conns []grpc.ClientConnInterface
 	Store Store
 	Node  Node
-	Log   *slog.Logger
+	// TicketKeys (may be nil) is given the keys of tickets, as often as the coordinator tells them.
+	TicketKeys func([]ticket.PublicKey)
+	Log        *slog.Logger
 	// FirstPause and LongestPause bound the pauses between attempts; 200 ms and 10 s by default.
 	FirstPause, LongestPause time.Duration
 }
@@ -90,6 +93,9 @@ func New(opts Options) *Client {
 	}
 	if opts.LongestPause == 0 {
 		opts.LongestPause = 10 * time.Second
+	}
+	if opts.TicketKeys == nil {
+		opts.TicketKeys = func([]ticket.PublicKey) {}
 	}
 	if opts.Log == nil {
 		opts.Log = slog.New(slog.DiscardHandler)
@@ -162,6 +168,7 @@ func (c *Client) session(ctx context.Context) (welcomed bool, err error) {
 	}
 	fault.At("session.epoch.after")
 	c.epoch.Store(uint64(session))
+	c.TicketKeys(keysOf(welcome.GetTicketKeys()))
 	c.connected.Store(true)
 	defer c.connected.Store(false)
 	c.Log.InfoContext(ctx, "in session with the coordinator", "session_epoch", uint64(session), "coordinator_epoch", uint64(coordinator))
@@ -172,6 +179,14 @@ func (c *Client) session(ctx context.Context) (welcomed bool, err error) {
 	}
 	s := &live{c: c, stream: stream, interval: interval, sent: make(map[string]uint64), flights: make(map[uint64]flight)}
 	return true, cause(ctx, s.run(ctx, cancel))
+}
+
+func keysOf(in []*nodev1.TicketKey) []ticket.PublicKey {
+	var out []ticket.PublicKey
+	for _, k := range in {
+		out = append(out, ticket.PublicKey{ID: k.GetId(), Key: k.GetPublic()})
+	}
+	return out
 }
 
 // cause prefers why the context was ended to what the stream made of it.
@@ -322,6 +337,9 @@ func (s *live) receive(ctx context.Context) error {
 		s.mu.Lock()
 		s.heard = time.Now()
 		s.mu.Unlock()
+		if ack := msg.GetHeartbeatAck(); ack != nil {
+			s.c.TicketKeys(keysOf(ack.GetTicketKeys()))
+		}
 		if ack := msg.GetReportAck(); ack != nil {
 			if err := s.acknowledged(ctx, ack); err != nil {
 				return err

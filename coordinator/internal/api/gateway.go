@@ -225,5 +225,5 @@ func (s *Server) placeOf(ctx context.Context, sb *records.Sandbox) (nodeclient.P
 	if err != nil {
 		return nodeclient.Place{}, err
 	}
-	return nodeclient.Place{Tenant: id.Tenant, SandboxUID: sb.UID, Node: n.Name, Address: n.Address}, nil
+	return nodeclient.Place{Tenant: id.Tenant, SandboxUID: sb.UID, Node: n.Name, Address: n.Address, Direct: n.DirectAddress}, nil
 }

@@ -67,6 +67,8 @@ type Config struct {
 	Agents Agents
 	// Streams of the data plane.
 	Streams Streams
+	// Tickets is nil where none are given.
+	Tickets *Tickets
 	// Engine of the term in force, or NO_LEADER.
 	Engine func() (*operations.Engine, error)
 	Log    *slog.Logger
@@ -102,6 +104,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	dormousev1.RegisterImageServiceServer(r, imageService{Server: s})
 	dormousev1.RegisterOperationServiceServer(r, operationService{Server: s})
 	dormousev1.RegisterEventServiceServer(r, eventService{Server: s})
+	dormousev1.RegisterTicketServiceServer(r, ticketService{Server: s})
 	gateway{s}.register(r)
 }
 

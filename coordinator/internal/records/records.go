@@ -106,6 +106,7 @@ type Node struct {
 	Name           string            `json:"name"`
 	Cordoned       bool              `json:"cordoned,omitempty"`
 	Address        string            `json:"address"`
+	DirectAddress  string            `json:"direct_address,omitempty"` // for clients with tickets
 	Version        string            `json:"version"`
 	Architecture   string            `json:"architecture"`
 	Labels         map[string]string `json:"labels,omitempty"`

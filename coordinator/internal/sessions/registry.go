@@ -40,6 +40,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/ticket"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -75,6 +76,8 @@ type Config struct {
 	Missed    int
 	// OnHigherEpoch is told when a node has seen a coordinator epoch above ours.
 	OnHigherEpoch func(fence.Epoch)
+	// TicketKeys (may be nil) gives the keys that tickets are signed with.
+	TicketKeys func() []ticket.PublicKey
 	// PeerNode gives the node's name in the peer's certificate.
 	PeerNode func(context.Context) (string, error)
 }
@@ -118,6 +121,9 @@ func New(cfg Config) *Registry {
 	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	if cfg.TicketKeys == nil {
+		cfg.TicketKeys = func() []ticket.PublicKey { return nil }
 	}
 	if cfg.OnHigherEpoch == nil {
 		cfg.OnHigherEpoch = func(fence.Epoch) {}

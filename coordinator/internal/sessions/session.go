@@ -132,7 +132,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 	s.alive()
 	t.work.Used(s.node, uses(h.GetUses()))
 	if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_Welcome{Welcome: &nodev1.Welcome{
-		SessionEpoch: uint64(epoch), CoordinatorEpoch: uint64(t.epoch), HeartbeatInterval: durationpb.New(r.cfg.Heartbeat)}}}); err != nil {
+		SessionEpoch: uint64(epoch), CoordinatorEpoch: uint64(t.epoch), HeartbeatInterval: durationpb.New(r.cfg.Heartbeat), TicketKeys: r.ticketKeys()}}}); err != nil {
 		s.cancel(err)
 		return nil, err
 	}
@@ -175,7 +175,8 @@ func (r *Registry) record(ctx context.Context, t *term, h *nodev1.Hello, epoch f
 		case !errs.Has(err, errs.ObjectNotFound):
 			return catalog.Commit{}, err
 		}
-		n.Address, n.Version, n.Architecture, n.Labels = h.GetAddress(), h.GetVersion(), h.GetArchitecture(), h.GetLabels()
+		n.Address, n.DirectAddress, n.Version = h.GetAddress(), h.GetDirectAddress(), h.GetVersion()
+		n.Architecture, n.Labels = h.GetArchitecture(), h.GetLabels()
 		n.Capacity, n.Allocatable = resources(h.GetCapacity()), resources(h.GetAllocatable())
 		n.RuntimeBundles, n.CPUFeatures = h.GetRuntimeBundles(), h.GetCpuFeatures()
 		n.SessionEpoch, n.SessionTime = uint64(epoch), time.Now().UTC()
@@ -256,7 +257,7 @@ func (r *Registry) receive(s *session) error {
 		switch m := msg.GetMessage().(type) {
 		case *nodev1.SessionRequest_Heartbeat:
 			r.heartbeat(s, m.Heartbeat)
-			if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_HeartbeatAck{HeartbeatAck: &nodev1.HeartbeatAck{}}}); err != nil {
+			if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_HeartbeatAck{HeartbeatAck: &nodev1.HeartbeatAck{TicketKeys: r.ticketKeys()}}}); err != nil {
 				return err
 			}
 		case *nodev1.SessionRequest_Report:
@@ -283,6 +284,15 @@ func uses(all []*nodev1.SandboxUse) []operations.Use {
 		out = append(out, operations.Use{UID: u.GetUid(), UnusedFor: max(u.GetUnusedFor().AsDuration(), 0)})
 	}
 	return out
+}
+
+// ticketKeys are what nodes verify tickets with.
+func (r *Registry) ticketKeys() []*nodev1.TicketKey {
+	var all []*nodev1.TicketKey
+	for _, k := range r.cfg.TicketKeys() {
+		all = append(all, &nodev1.TicketKey{Id: k.ID, Public: k.Key})
+	}
+	return all
 }
 
 func (r *Registry) heartbeat(s *session, h *nodev1.Heartbeat) {

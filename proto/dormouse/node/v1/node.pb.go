@@ -1987,7 +1987,9 @@ type Hello struct {
 	// Changes with every start of agentd.
 	BootId string `protobuf:"bytes,12,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
 	// Of every sandbox.
-	Uses          []*SandboxUse `protobuf:"bytes,30,rep,name=uses,proto3" json:"uses,omitempty"`
+	Uses []*SandboxUse `protobuf:"bytes,30,rep,name=uses,proto3" json:"uses,omitempty"`
+	// Where the node serves clients that show tickets; empty: nowhere.
+	DirectAddress string `protobuf:"bytes,15,opt,name=direct_address,json=directAddress,proto3" json:"direct_address,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2111,6 +2113,13 @@ func (x *Hello) GetUses() []*SandboxUse {
 		return x.Uses
 	}
 	return nil
+}
+
+func (x *Hello) GetDirectAddress() string {
+	if x != nil {
+		return x.DirectAddress
+	}
+	return ""
 }
 
 type Heartbeat struct {
@@ -2339,8 +2348,11 @@ type Welcome struct {
 	SessionEpoch      uint64                 `protobuf:"varint,1,opt,name=session_epoch,json=sessionEpoch,proto3" json:"session_epoch,omitempty"`
 	CoordinatorEpoch  uint64                 `protobuf:"varint,2,opt,name=coordinator_epoch,json=coordinatorEpoch,proto3" json:"coordinator_epoch,omitempty"`
 	HeartbeatInterval *durationpb.Duration   `protobuf:"bytes,3,opt,name=heartbeat_interval,json=heartbeatInterval,proto3" json:"heartbeat_interval,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The keys that tickets are signed with. Each acknowledgement of a heartbeat has them too, so that a key
+	// that comes or goes is known within a heartbeat.
+	TicketKeys    []*TicketKey `protobuf:"bytes,4,rep,name=ticket_keys,json=ticketKeys,proto3" json:"ticket_keys,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Welcome) Reset() {
@@ -2394,15 +2406,77 @@ func (x *Welcome) GetHeartbeatInterval() *durationpb.Duration {
 	return nil
 }
 
+func (x *Welcome) GetTicketKeys() []*TicketKey {
+	if x != nil {
+		return x.TicketKeys
+	}
+	return nil
+}
+
+// TicketKey is the public half of a key that signs tickets.
+type TicketKey struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Ed25519, 32 bytes.
+	Public        []byte `protobuf:"bytes,2,opt,name=public,proto3" json:"public,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TicketKey) Reset() {
+	*x = TicketKey{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TicketKey) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TicketKey) ProtoMessage() {}
+
+func (x *TicketKey) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TicketKey.ProtoReflect.Descriptor instead.
+func (*TicketKey) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *TicketKey) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *TicketKey) GetPublic() []byte {
+	if x != nil {
+		return x.Public
+	}
+	return nil
+}
+
 type HeartbeatAck struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
+	TicketKeys    []*TicketKey           `protobuf:"bytes,1,rep,name=ticket_keys,json=ticketKeys,proto3" json:"ticket_keys,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2414,7 +2488,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2427,7 +2501,14 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *HeartbeatAck) GetTicketKeys() []*TicketKey {
+	if x != nil {
+		return x.TicketKeys
+	}
+	return nil
 }
 
 type ReportAck struct {
@@ -2441,7 +2522,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2453,7 +2534,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2466,7 +2547,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -2497,7 +2578,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2509,7 +2590,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2522,7 +2603,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -2734,7 +2815,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"SandboxUse\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x128\n" +
 	"\n" +
-	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xfa\x04\n" +
+	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xa1\x05\n" +
 	"\x05Hello\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x18\n" +
@@ -2749,7 +2830,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	" \x01(\tR\farchitecture\x12D\n" +
 	"\tinventory\x18\v \x01(\v2&.dormouse.node.v1.GetInventoryResponseR\tinventory\x12\x17\n" +
 	"\aboot_id\x18\f \x01(\tR\x06bootId\x120\n" +
-	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x1a9\n" +
+	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x12%\n" +
+	"\x0edirect_address\x18\x0f \x01(\tR\rdirectAddress\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xab\x02\n" +
@@ -2768,12 +2850,19 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x05hello\x18\x01 \x01(\v2\x17.dormouse.node.v1.HelloH\x00R\x05hello\x12;\n" +
 	"\theartbeat\x18\x02 \x01(\v2\x1b.dormouse.node.v1.HeartbeatH\x00R\theartbeat\x122\n" +
 	"\x06report\x18\x03 \x01(\v2\x18.dormouse.node.v1.ReportH\x00R\x06reportB\t\n" +
-	"\amessage\"\xa5\x01\n" +
+	"\amessage\"\xe3\x01\n" +
 	"\aWelcome\x12#\n" +
 	"\rsession_epoch\x18\x01 \x01(\x04R\fsessionEpoch\x12+\n" +
 	"\x11coordinator_epoch\x18\x02 \x01(\x04R\x10coordinatorEpoch\x12H\n" +
-	"\x12heartbeat_interval\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x11heartbeatInterval\"\x0e\n" +
-	"\fHeartbeatAck\"E\n" +
+	"\x12heartbeat_interval\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x11heartbeatInterval\x12<\n" +
+	"\vticket_keys\x18\x04 \x03(\v2\x1b.dormouse.node.v1.TicketKeyR\n" +
+	"ticketKeys\"3\n" +
+	"\tTicketKey\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
+	"\x06public\x18\x02 \x01(\fR\x06public\"L\n" +
+	"\fHeartbeatAck\x12<\n" +
+	"\vticket_keys\x18\x01 \x03(\v2\x1b.dormouse.node.v1.TicketKeyR\n" +
+	"ticketKeys\"E\n" +
 	"\tReportAck\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12(\n" +
 	"\x05error\x18\x02 \x01(\v2\x12.dormouse.v1.ErrorR\x05error\"\xd8\x01\n" +
@@ -2813,7 +2902,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -2852,45 +2941,46 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Report)(nil),                    // 34: dormouse.node.v1.Report
 	(*SessionRequest)(nil),            // 35: dormouse.node.v1.SessionRequest
 	(*Welcome)(nil),                   // 36: dormouse.node.v1.Welcome
-	(*HeartbeatAck)(nil),              // 37: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 38: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 39: dormouse.node.v1.SessionResponse
-	nil,                               // 40: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 41: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 42: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 43: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 44: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 45: google.protobuf.Timestamp
-	(*v1.VolumeReference)(nil),        // 46: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 47: google.protobuf.Duration
-	(*v1.SnapshotFile)(nil),           // 48: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 49: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 50: dormouse.v1.Image
-	(*v1.NodeResources)(nil),          // 51: dormouse.v1.NodeResources
-	(*v1.Error)(nil),                  // 52: dormouse.v1.Error
+	(*TicketKey)(nil),                 // 37: dormouse.node.v1.TicketKey
+	(*HeartbeatAck)(nil),              // 38: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 39: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 40: dormouse.node.v1.SessionResponse
+	nil,                               // 41: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 42: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 43: dormouse.node.v1.Heartbeat.ProblemsEntry
+	(*v1.SandboxSpec)(nil),            // 44: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 45: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 46: google.protobuf.Timestamp
+	(*v1.VolumeReference)(nil),        // 47: dormouse.v1.VolumeReference
+	(*durationpb.Duration)(nil),       // 48: google.protobuf.Duration
+	(*v1.SnapshotFile)(nil),           // 49: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 50: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 51: dormouse.v1.Image
+	(*v1.NodeResources)(nil),          // 52: dormouse.v1.NodeResources
+	(*v1.Error)(nil),                  // 53: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	43, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	40, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	44, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	41, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	44, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	45, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	45, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	46, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
 	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
 	3,  // 8: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 9: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 10: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	11, // 11: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	46, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	47, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	48, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	45, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	47, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	48, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	49, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	46, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
 	0,  // 16: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	47, // 17: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	48, // 17: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 18: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 19: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	47, // 20: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	48, // 20: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 21: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 22: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	3,  // 23: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
@@ -2899,65 +2989,67 @@ var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	22, // 26: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
 	0,  // 27: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 28: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	49, // 29: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	50, // 30: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	50, // 29: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	51, // 30: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
 	0,  // 31: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
 	3,  // 32: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
 	11, // 33: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
 	22, // 34: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	50, // 35: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	47, // 36: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
-	41, // 37: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	51, // 38: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	51, // 39: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	51, // 35: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	48, // 36: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	42, // 37: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	52, // 38: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	52, // 39: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
 	30, // 40: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
 	31, // 41: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	42, // 42: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	51, // 43: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	50, // 44: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	43, // 42: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	52, // 43: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	51, // 44: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
 	31, // 45: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
 	3,  // 46: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	32, // 47: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
 	33, // 48: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
 	34, // 49: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	47, // 50: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	52, // 51: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	36, // 52: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	37, // 53: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	38, // 54: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 55: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 56: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	7,  // 57: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	9,  // 58: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	12, // 59: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	14, // 60: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	16, // 61: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	18, // 62: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	20, // 63: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	23, // 64: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	25, // 65: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	27, // 66: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	29, // 67: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	35, // 68: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 69: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	6,  // 70: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	8,  // 71: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	10, // 72: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	13, // 73: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	15, // 74: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	17, // 75: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	19, // 76: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	21, // 77: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	24, // 78: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	26, // 79: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	28, // 80: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	30, // 81: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	39, // 82: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	69, // [69:83] is the sub-list for method output_type
-	55, // [55:69] is the sub-list for method input_type
-	55, // [55:55] is the sub-list for extension type_name
-	55, // [55:55] is the sub-list for extension extendee
-	0,  // [0:55] is the sub-list for field type_name
+	48, // 50: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	37, // 51: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	37, // 52: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	53, // 53: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	36, // 54: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	38, // 55: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	39, // 56: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	1,  // 57: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 58: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	7,  // 59: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	9,  // 60: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	12, // 61: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	14, // 62: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	16, // 63: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	18, // 64: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	20, // 65: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	23, // 66: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	25, // 67: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	27, // 68: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	29, // 69: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	35, // 70: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 71: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	6,  // 72: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	8,  // 73: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	10, // 74: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	13, // 75: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	15, // 76: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	17, // 77: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	19, // 78: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	21, // 79: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	24, // 80: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	26, // 81: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	28, // 82: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	30, // 83: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	40, // 84: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	71, // [71:85] is the sub-list for method output_type
+	57, // [57:71] is the sub-list for method input_type
+	57, // [57:57] is the sub-list for extension type_name
+	57, // [57:57] is the sub-list for extension extendee
+	0,  // [0:57] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -2975,7 +3067,7 @@ func file_dormouse_node_v1_node_proto_init() {
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[39].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[40].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
@@ -2986,7 +3078,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   43,
+			NumMessages:   44,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -1,0 +1,267 @@
+package integration
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/metadata"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/dataplane"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/ticket"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+	"github.com/dormouse-run/dormouse/test/fabric"
+)
+
+// clientTo makes a client of the tenant that dials nodes as the function says.
+func (w *world) clientTo(cfg client.Config) *client.Client {
+	w.Helper()
+	if cfg.Addr == "" {
+		cfg.Addr = "unix://" + w.GRPCSocket()
+	}
+	cfg.APIKey = w.key
+	c, err := client.Dial(cfg)
+	w.ok(err)
+	w.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+// TestAccessDirectAndThrough: the same calls give the same answers straight at the node and through the coordinator; the
+// client goes straight where it can.
+func TestAccessDirectAndThrough(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	dial := fabric.Dialer(w.HubNetns())
+	var dialled atomic.Int64
+	counted := func(ctx context.Context, network, addr string) (net.Conn, error) {
+		dialled.Add(1)
+		return dial(ctx, network, addr)
+	}
+	nobody := func(context.Context, string, string) (net.Conn, error) {
+		dialled.Add(1)
+		return nil, errors.New("no way there")
+	}
+	for name, c := range map[string]struct {
+		cfg    client.Config
+		dialed bool
+	}{
+		"straight": {client.Config{DialNode: counted}, true}, "told not to": {client.Config{DialNode: counted, Through: true}, false},
+		"out of reach": {client.Config{DialNode: nobody}, true}, "a socket of this machine": {client.Config{}, false},
+	} {
+		dialled.Store(0)
+		box := w.clientTo(c.cfg).Sandbox(s.UID)
+		for range 2 {
+			var out bytes.Buffer
+			_, exit, err := box.Run(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"sh", "-c", "cat; exit 3"}}, bytes.NewReader([]byte("hello")), &client.Output{Stdout: &out}, nil)
+			if err != nil || exit.GetCode() != 3 || out.String() != "hello" {
+				t.Errorf("%s: %q, %v, %v", name, out.String(), exit, err)
+			}
+		}
+		if _, err := box.Processes(w.ctx); err != nil {
+			t.Errorf("%s: a call after streams: %v", name, err)
+		}
+		if got := dialled.Load() > 0; got != c.dialed {
+			t.Errorf("%s: dialled %d times", name, dialled.Load())
+		}
+	}
+	// What is not there is not there, whichever way.
+	box := w.clientTo(client.Config{DialNode: counted}).Sandbox(s.UID)
+	_, _, err := box.Run(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"true"}}, nil, &client.Output{}, nil)
+	w.ok(err)
+	w.ok(s.Delete(w.ctx, ""))
+	_, _, err = box.Run(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"true"}}, nil, &client.Output{}, nil)
+	w.refused(err, errs.ObjectNotFound)
+}
+
+// direct dials the direct listener of node i without any certificate.
+func (w *world) direct(i int) *grpc.ClientConn {
+	w.Helper()
+	cfg, err := pki.ClientTLS(pki.Files{CA: w.CoordinatorTLS().CA}, nil, pki.RoleNode, "")
+	w.ok(err)
+	return w.dial("passthrough:///"+w.DirectAddr(i), credentials.NewTLS(cfg), "", w.inHub())
+}
+
+// TestTicketMatrix: a ticket opens the sandbox, the verbs, the node and the time that it was given for, and
+// nothing else on the listener for clients is answered.
+func TestTicketMatrix(t *testing.T) {
+	w := enter(t)
+	s, other := w.create(w.spec()), w.create(w.spec())
+	i := w.nodeOf(s)
+	node := s.Last.GetStatus().GetNode()
+	keys, err := ticket.OpenKeys(w.TicketKeys(), nil)
+	w.ok(err)
+	strange, err := ticket.OpenKeys(w.TempDir()+"/keys.yaml", nil)
+	w.ok(err)
+	sign := func(k *ticket.Keys, tenant, sandbox, node string, life time.Duration, verbs ...dataplane.Verb) string {
+		text, err := k.Issue(tenant, sandbox, node, verbs, life)
+		w.ok(err)
+		return ticket.Scheme + text
+	}
+	issued, err := dormousev1.NewTicketServiceClient(w.raw(w.key)).IssueTicket(w.ctx, &dormousev1.IssueTicketRequest{SandboxUid: s.UID})
+	w.ok(err)
+	if issued.GetAddress() != w.DirectAddr(i) || issued.GetNode() != node || issued.GetLife().AsDuration() <= 0 {
+		t.Fatalf("%v", issued)
+	}
+	stranger, err := w.NewAPIKey(w.tenant + "-other")
+	w.ok(err)
+	_, err = dormousev1.NewTicketServiceClient(w.raw(stranger)).IssueTicket(w.ctx, &dormousev1.IssueTicketRequest{SandboxUid: s.UID})
+	w.refused(err, errs.ObjectNotFound)
+
+	gone := w.create(w.spec())
+	w.ok(gone.Delete(w.ctx, ""))
+	p := dataplane.Process
+	good := ticket.Scheme + issued.GetTicket()
+	for name, c := range map[string]struct {
+		node   int
+		uid    string
+		header []string
+		reason errs.Reason // "": it is answered
+	}{
+		"good": {i, s.UID, []string{good}, ""}, "made here": {i, s.UID, []string{sign(keys, w.tenant, s.UID, node, time.Minute, p)}, ""},
+		"none":                {i, s.UID, nil, errs.CredentialsMissing},
+		"an API key":          {i, s.UID, []string{"Bearer " + w.key}, errs.CredentialsInvalid},
+		"two":                 {i, s.UID, []string{good, good}, errs.CredentialsInvalid},
+		"garbage":             {i, s.UID, []string{ticket.Scheme + "dt1.x.y"}, errs.TicketInvalid},
+		"changed":             {i, s.UID, []string{good[:len(good)-4] + "AAAA"}, errs.TicketInvalid},
+		"another's key":       {i, s.UID, []string{sign(strange, w.tenant, s.UID, node, time.Minute, p)}, errs.TicketInvalid},
+		"expired":             {i, s.UID, []string{sign(keys, w.tenant, s.UID, node, -time.Second, p)}, errs.TicketInvalid},
+		"at another node":     {3 - i, s.UID, []string{good}, errs.TicketInvalid},
+		"for another node":    {i, s.UID, []string{sign(keys, w.tenant, s.UID, "node-9", time.Minute, p)}, errs.TicketInvalid},
+		"for another sandbox": {i, other.UID, []string{good}, errs.NotAllowed},
+		"another tenant's":    {i, s.UID, []string{sign(keys, "somebody", s.UID, node, time.Minute, p)}, errs.ObjectNotFound},
+		"another verb":        {i, s.UID, []string{sign(keys, w.tenant, s.UID, node, time.Minute, dataplane.File)}, errs.NotAllowed},
+		"no verb":             {i, s.UID, []string{sign(keys, w.tenant, s.UID, node, time.Minute)}, errs.NotAllowed},
+		"deleted":             {i, gone.UID, []string{sign(keys, w.tenant, gone.UID, node, time.Minute, p)}, errs.ObjectNotFound},
+		"never there":         {i, uid.New(), []string{good}, errs.NotAllowed},
+		"no sandbox":          {i, "", []string{good}, errs.NotAllowed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := w.sub(t)
+			ctx := w.ctx
+			for _, h := range c.header {
+				ctx = metadata.AppendToOutgoingContext(ctx, "authorization", h)
+			}
+			calls := dormousev1.NewProcessServiceClient(w.direct(c.node))
+			_, err := calls.ListProcesses(ctx, &dormousev1.ListProcessesRequest{SandboxUid: c.uid})
+			stream, serr := calls.RunProcess(ctx, &dormousev1.RunProcessRequest{SandboxUid: c.uid, Spec: &dormousev1.ProcessSpec{Argv: []string{"true"}}})
+			if serr == nil {
+				_, serr = stream.Recv()
+			}
+			if c.reason == "" {
+				w.ok(errors.Join(err, serr))
+				return
+			}
+			w.refused(err, c.reason)
+			w.refused(serr, c.reason)
+		})
+	}
+	ctx := metadata.AppendToOutgoingContext(w.ctx, "authorization", good)
+	for _, m := range append(methods(nodev1.File_dormouse_node_v1_node_proto, nodev1.File_dormouse_node_v1_debug_proto), methods(dormousev1.File_dormouse_v1_sandbox_proto)...) {
+		if err := call(ctx, w.direct(i), m); err == nil {
+			t.Errorf("%s is on the listener for clients", m.FullName())
+		}
+	}
+}
+
+// TestAccessStreamOutlivesItsTicket: what runs goes on when its ticket has ended, and a new call does not begin.
+func TestAccessStreamOutlivesItsTicket(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	keys, err := ticket.OpenKeys(w.TicketKeys(), nil)
+	w.ok(err)
+	text, err := keys.Issue(w.tenant, s.UID, s.Last.GetStatus().GetNode(), dataplane.Verbs(), 3*time.Second)
+	w.ok(err)
+	ctx := metadata.AppendToOutgoingContext(w.ctx, "authorization", ticket.Scheme+text)
+	calls := dormousev1.NewProcessServiceClient(w.direct(w.nodeOf(s)))
+	stream, err := calls.RunProcess(ctx, &dormousev1.RunProcessRequest{SandboxUid: s.UID, Spec: &dormousev1.ProcessSpec{Argv: []string{"sh", "-c", "read line; echo $line"}, Stdin: true}})
+	w.ok(err)
+	first, err := stream.Recv()
+	w.ok(err)
+	w.await("the ticket ends", func() error {
+		_, err := calls.ListProcesses(ctx, &dormousev1.ListProcessesRequest{SandboxUid: s.UID})
+		if errs.Has(err, errs.TicketInvalid) {
+			return nil
+		}
+		return errors.Join(errors.New("not yet"), err)
+	})
+	w.ok(w.api.Sandbox(s.UID).Process(first.GetStarted().GetProcessId()).Write(w.ctx, []byte("later\n"), true))
+	out := ""
+	for out != "later\n" {
+		ev, err := stream.Recv()
+		w.ok(err)
+		out += string(ev.GetOutput().GetData())
+	}
+}
+
+// TestAccessFailover: output streams go on while the leader dies and another leads, and calls that need a leader wait for
+// the next one.
+func TestAccessFailover(t *testing.T) {
+	w := enter(t)
+	w.ok(w.StartStandbyReady(w.ctx))
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := w.StopStandby(ctx); err != nil {
+			t.Error(err)
+		}
+		if err := w.StartCoordinatorReady(ctx); err != nil && !w.Running("coordinator") {
+			t.Error(err)
+		}
+		w.ctx = ctx
+		w.nodesOnline()
+	})
+	s := w.create(w.spec())
+	spec := &dormousev1.ProcessSpec{Argv: []string{"sh", "-c", "while read line; do echo $line; done"}, Stdin: true}
+	p, err := s.Start(w.ctx, spec, "")
+	w.ok(err)
+	standby := w.clientTo(client.Config{Addr: "unix://" + w.StandbySocket()})
+	follow := func(sock string) func(want string) {
+		cc := w.dial("unix://"+sock, insecure.NewCredentials(), w.key)
+		stream, err := dormousev1.NewProcessServiceClient(cc).ReadOutput(w.ctx, &dormousev1.ReadOutputRequest{SandboxUid: s.UID, ProcessId: p.ID, Follow: true})
+		w.ok(err)
+		return func(want string) {
+			w.Helper()
+			for got := ""; got != want; {
+				ev, err := stream.Recv()
+				w.ok(err)
+				got += string(ev.GetOutput().GetData())
+			}
+		}
+	}
+	leader, other := follow(w.GRPCSocket()), follow(w.StandbySocket())
+	say := func(word string, hear ...func(string)) {
+		w.Helper()
+		w.ok(standby.Sandbox(s.UID).Process(p.ID).Write(w.ctx, []byte(word+"\n"), false))
+		for _, h := range hear {
+			h(word + "\n")
+		}
+	}
+	say("one", leader, other)
+
+	w.ok(w.KillCoordinator(w.ctx))
+	say("two", other) // nobody leads
+	both := w.clientTo(client.Config{Addr: "unix://" + w.GRPCSocket() + ",unix://" + w.StandbySocket()})
+	made, err := both.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: w.spec()}) // it waits for the next leader, and for the nodes
+	w.ok(err)
+	say("three", other)
+
+	w.ok(w.StartCoordinatorReady(w.ctx)) // it does not lead, and answers all the same
+	back := follow(w.GRPCSocket())
+	back("one\ntwo\nthree\n")
+	w.ok(w.StopStandby(w.ctx)) // the leader
+	w.ok(w.api.Sandbox(s.UID).Process(p.ID).Write(w.ctx, []byte("four\n"), false))
+	back("four\n")
+	w.ok(w.api.Sandbox(made.UID).Delete(w.ctx, "")) // by the one that leads again
+}
