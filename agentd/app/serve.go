@@ -150,6 +150,7 @@ func (a *App) servers() ([]*server, error) {
 	dataPlane := func(r grpc.ServiceRegistrar) {
 		dormousev1.RegisterProcessServiceServer(r, processes)
 		dormousev1.RegisterFileServiceServer(r, &api.Files{Sandboxes: a.node})
+		dormousev1.RegisterPortServiceServer(r, &api.Forwards{Ports: a.node})
 	}
 
 	node := guarded(access.Coordinators(a.node), grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))))

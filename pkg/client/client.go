@@ -40,6 +40,7 @@ type Client struct {
 	sandboxes  dormousev1.SandboxServiceClient
 	processes  dormousev1.ProcessServiceClient
 	files      dormousev1.FileServiceClient
+	ports      dormousev1.PortServiceClient
 	snapshots  dormousev1.SnapshotServiceClient
 	volumes    dormousev1.VolumeServiceClient
 	nodes      dormousev1.NodeServiceClient
@@ -82,7 +83,7 @@ func New(cc *grpc.ClientConn) *Client {
 	p := newPlane(cc)
 	return &Client{
 		cc: cc, plane: p, sandboxes: dormousev1.NewSandboxServiceClient(cc), processes: dormousev1.NewProcessServiceClient(p),
-		files:     dormousev1.NewFileServiceClient(p),
+		files: dormousev1.NewFileServiceClient(p), ports: dormousev1.NewPortServiceClient(p),
 		snapshots: dormousev1.NewSnapshotServiceClient(cc), volumes: dormousev1.NewVolumeServiceClient(cc),
 		nodes: dormousev1.NewNodeServiceClient(cc), images: dormousev1.NewImageServiceClient(cc),
 		operations: dormousev1.NewOperationServiceClient(cc), events: dormousev1.NewEventServiceClient(cc),

@@ -1,10 +1,18 @@
 package integration
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -264,4 +272,115 @@ func TestAccessFailover(t *testing.T) {
 	w.ok(w.api.Sandbox(s.UID).Process(p.ID).Write(w.ctx, []byte("four\n"), false))
 	back("four\n")
 	w.ok(w.api.Sandbox(made.UID).Delete(w.ctx, "")) // by the one that leads again
+}
+
+// TestForward: a port that listens on loopback only is reached from outside, straight and through the coordinator: with every
+// byte, with half-closes, several at a time, and with a type when nothing listens.
+func TestForward(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	_, err := s.Start(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"nc", "-ll", "-p", "7000", "-e", "cat"}}, "")
+	w.ok(err)
+	_, err = s.Start(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"sh", "-c", "echo hello > /tmp/index.html; exec httpd -f -p 127.0.0.1:8080 -h /tmp"}}, "")
+	w.ok(err)
+	for name, cfg := range map[string]client.Config{"straight": {DialNode: fabric.Dialer(w.HubNetns())}, "through": {}} {
+		box := w.clientTo(cfg).Sandbox(s.UID)
+		var first *client.PortConn
+		w.await("the server listens", func() (err error) {
+			first, err = box.Dial(w.ctx, 7000)
+			return err
+		})
+		payload := bytes.Repeat([]byte("dormouse"), 128<<10) // 1 MiB
+		echo := func(conn *client.PortConn) error {
+			defer conn.Close()
+			sent := make(chan error, 1)
+			go func() {
+				_, err := conn.Write(payload)
+				sent <- errors.Join(err, conn.CloseWrite())
+			}()
+			got, err := io.ReadAll(conn)
+			if err = errors.Join(err, <-sent); err == nil && !bytes.Equal(got, payload) {
+				err = fmt.Errorf("%d bytes came back of %d", len(got), len(payload))
+			}
+			return err
+		}
+		w.ok(each([]int{0, 1, 2}, func(i int) error {
+			conn, err := first, error(nil)
+			if i > 0 {
+				conn, err = box.Dial(w.ctx, 7000)
+			}
+			if err != nil {
+				return err
+			}
+			return echo(conn)
+		}))
+		page := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) { return box.Dial(ctx, 8080) }}}
+		w.await("a page of a server on loopback alone", func() error {
+			resp, err := page.Get("http://inside/")
+			if err != nil {
+				return err
+			}
+			defer resp.Body.Close()
+			body, err := io.ReadAll(resp.Body)
+			if err == nil && string(body) != "hello\n" {
+				err = fmt.Errorf("%d %q", resp.StatusCode, body)
+			}
+			return err
+		})
+		_, err := box.Dial(w.ctx, 7001)
+		w.refused(err, errs.PortClosed)
+		_, err = box.Dial(w.ctx, 0)
+		if !errs.Has(err, errs.InvalidField) {
+			t.Errorf("%s: port 0: %v", name, err)
+		}
+		// A read that waits ends with its deadline, and the connection goes on.
+		conn, err := box.Dial(w.ctx, 7000)
+		w.ok(err)
+		w.ok(conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)))
+		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("%s: %v", name, err)
+		}
+		w.ok(conn.SetReadDeadline(time.Time{}))
+		w.ok(echo(conn))
+	}
+}
+
+// TestForwardCommand: dormouse forward, as its documentation shows it.
+func TestForwardCommand(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	_, err := s.Start(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"sh", "-c", "echo hello > /tmp/index.html; exec httpd -f -p 127.0.0.1:80 -h /tmp"}}, "")
+	w.ok(err)
+	ctx, stop := context.WithCancel(w.ctx)
+	defer stop()
+	cmd := exec.CommandContext(ctx, filepath.Join(w.Bin, "dormouse"), "forward", "0:80", s.UID)
+	cmd.Env = append(os.Environ(), "DORMOUSE_ADDR=unix://"+w.GRPCSocket(), "DORMOUSE_API_KEY="+w.key)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	out, err := cmd.StdoutPipe()
+	w.ok(err)
+	w.ok(cmd.Start())
+	line, err := bufio.NewReader(out).ReadString('\n')
+	w.ok(err)
+	addr, port, ok := strings.Cut(strings.TrimSpace(line), " -> ")
+	if !ok || port != "80" {
+		t.Fatalf("it says %q", line)
+	}
+	w.await("the page", func() error {
+		transport := &http.Transport{DisableKeepAlives: true}
+		resp, err := (&http.Client{Transport: transport}).Get("http://" + addr + "/")
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		if err == nil && string(body) != "hello\n" {
+			err = fmt.Errorf("%q", body)
+		}
+		return err
+	})
+	stop()
+	_ = cmd.Wait() // it was interrupted
+	if _, err := net.DialTimeout("tcp", addr, time.Second); err == nil {
+		t.Error("it still listens")
+	}
 }

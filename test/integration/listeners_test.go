@@ -57,7 +57,7 @@ func methods(files ...protoreflect.FileDescriptor) (all []protoreflect.MethodDes
 
 var publicFiles = []protoreflect.FileDescriptor{
 	dormousev1.File_dormouse_v1_sandbox_proto, dormousev1.File_dormouse_v1_process_proto, dormousev1.File_dormouse_v1_snapshot_proto,
-	dormousev1.File_dormouse_v1_volume_proto, dormousev1.File_dormouse_v1_cluster_proto, dormousev1.File_dormouse_v1_ticket_proto,
+	dormousev1.File_dormouse_v1_volume_proto, dormousev1.File_dormouse_v1_cluster_proto, dormousev1.File_dormouse_v1_ticket_proto, dormousev1.File_dormouse_v1_port_proto,
 }
 
 // call makes a call with an empty request.
