@@ -1,6 +1,7 @@
 package app
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -152,6 +153,24 @@ func (c *Config) check() error {
 			return fmt.Errorf("%s: %q is not an absolute path", p.key, p.path)
 		}
 	}
+	c.fill()
+	if err := errors.Join(c.Network.check(), c.checkDirect()); err != nil {
+		return err
+	}
+	if len(c.coordinators()) == 0 {
+		return fmt.Errorf("coordinator: name its address")
+	}
+	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
+		return fmt.Errorf("tls: ca, cert and key are all needed: the node API is served over mTLS only")
+	}
+	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 {
+		return fmt.Errorf("limits and reserves: must not be negative, and at least one sandbox and one capture at a time")
+	}
+	return nil
+}
+
+// fill gives the keys that are empty what follows from others.
+func (c *Config) fill() {
 	if c.Bundle.Root == "" {
 		c.Bundle.Root = c.StateDir
 	}
@@ -161,17 +180,15 @@ func (c *Config) check() error {
 	if c.Limits.Starts == 0 {
 		c.Limits.Starts = runtime.NumCPU() + 1
 	}
-	if err := c.Network.check(); err != nil {
-		return err
-	}
-	if len(c.coordinators()) == 0 {
-		return fmt.Errorf("coordinator: name its address")
-	}
-	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
-		return fmt.Errorf("tls: ca, cert and key are all needed: the node API is served over mTLS only")
-	}
 	if c.Advertise == "" {
 		c.Advertise = c.Listen
+	}
+}
+
+// checkDirect is check for the listener that takes tickets.
+func (c *Config) checkDirect() error {
+	if c.Direct.Listen == "" && c.Direct.Advertise != "" {
+		return fmt.Errorf("direct.advertise: clients are told of a listener that direct.listen does not open")
 	}
 	if c.Direct.Advertise == "" {
 		c.Direct.Advertise = c.Direct.Listen
@@ -180,12 +197,6 @@ func (c *Config) check() error {
 		if _, _, err := net.SplitHostPort(address); address != "" && err != nil {
 			return fmt.Errorf("direct: %q is not host:port", address)
 		}
-	}
-	if c.Direct.Listen == "" && c.Direct.Advertise != "" {
-		return fmt.Errorf("direct.advertise: clients are told of a listener that direct.listen does not open")
-	}
-	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 {
-		return fmt.Errorf("limits and reserves: must not be negative, and at least one sandbox and one capture at a time")
 	}
 	return nil
 }

@@ -117,21 +117,7 @@ func (c *Config) Validate() error {
 		}
 		c.Holder = name
 	}
-	for key, list := range map[string][]string{"listen.grpc": c.Listen.GRPC, "listen.rest": c.Listen.REST, "listen.node": c.Listen.Node} {
-		for _, a := range list {
-			if !strings.HasPrefix(a, "unix:/") && !strings.Contains(a, ":") {
-				fail(key, "%q is neither host:port nor unix:/path", a)
-			}
-		}
-	}
-	if c.Advertise != "" {
-		if _, _, err := net.SplitHostPort(c.Advertise); err != nil {
-			fail("advertise", "%q is not host:port", c.Advertise)
-		}
-	}
-	if len(c.Listen.GRPC) == 0 || len(c.Listen.Node) == 0 {
-		fail("listen", "the gRPC API and the nodes need an address each")
-	}
+	c.validateListen(fail)
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
 		fail("tls", "ca, cert and key are needed: nodes are only met over mTLS")
 	}
@@ -151,4 +137,23 @@ func (c *Config) Validate() error {
 		fail("operations.life", "at least a minute")
 	}
 	return errors.Join(all...)
+}
+
+// validateListen is Validate for the addresses.
+func (c *Config) validateListen(fail func(key, format string, args ...any)) {
+	for key, list := range map[string][]string{"listen.grpc": c.Listen.GRPC, "listen.rest": c.Listen.REST, "listen.node": c.Listen.Node} {
+		for _, a := range list {
+			if !strings.HasPrefix(a, "unix:/") && !strings.Contains(a, ":") {
+				fail(key, "%q is neither host:port nor unix:/path", a)
+			}
+		}
+	}
+	if c.Advertise != "" {
+		if _, _, err := net.SplitHostPort(c.Advertise); err != nil {
+			fail("advertise", "%q is not host:port", c.Advertise)
+		}
+	}
+	if len(c.Listen.GRPC) == 0 || len(c.Listen.Node) == 0 {
+		fail("listen", "the gRPC API and the nodes need an address each")
+	}
 }

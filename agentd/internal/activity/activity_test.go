@@ -122,8 +122,10 @@ func TestOnlyNewsIsTold(t *testing.T) {
 		t.Fatal("a new sandbox is news once")
 	}
 	done := tr.Use("box")
-	if len(tr.News(false)) != 1 || len(tr.News(false)) != 1 {
-		t.Fatal("one in use is news each time")
+	for range 2 {
+		if len(tr.News(false)) != 1 {
+			t.Fatal("one in use is news each time")
+		}
 	}
 	done()
 	if len(tr.News(false)) != 1 || len(tr.News(false)) != 0 {

@@ -177,6 +177,11 @@ func lasting(n Node, r Request) string {
 	if r.Architecture != "" && n.Architecture != r.Architecture {
 		return "its architecture is " + n.Architecture
 	}
+	return full(n, r)
+}
+
+// full is what the node has too little of, or "".
+func full(n Node, r Request) string {
 	for _, res := range compare(r.Limits) {
 		if total := res.of(n.Allocatable); res.asked > total {
 			return fmt.Sprintf("%s: the limit is %d, the node has %d", res.name, res.asked, total)
