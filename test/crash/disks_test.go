@@ -229,25 +229,30 @@ func TestF10StateDiskFull(t *testing.T) {
 	d.limit(0, 1000)
 	// What failed is to be undone, and what is to go is to be recorded as going: where the disk does not let that be done
 	// either, the call says at its deadline that its operation id will tell.
-	calls := map[string]func(ctx context.Context) error{}
+	type call struct {
+		what string
+		ask  func(ctx context.Context) error
+	}
+	var calls []call
 	for n := range 3 {
 		req := &dormousev1.CreateSandboxRequest{OperationId: uid.New(), Spec: w.spec()}
-		calls[fmt.Sprintf("a create (%d)", n)] = func(ctx context.Context) error { _, err := w.api.CreateSandbox(ctx, req); return err }
+		calls = append(calls, call{fmt.Sprintf("a create (%d)", n), func(ctx context.Context) error { _, err := w.api.CreateSandbox(ctx, req); return err }})
 	}
 	capture := &dormousev1.CheckpointSandboxRequest{OperationId: uid.New()}
-	calls["a checkpoint"] = func(ctx context.Context) error { _, err := w.survivor.Checkpoint(ctx, capture); return err }
+	calls = append(calls, call{"a checkpoint", func(ctx context.Context) error { _, err := w.survivor.Checkpoint(ctx, capture); return err }})
+	// These come last: they make room, with which the others may go well.
 	for what, del := range map[string]func(context.Context, string) error{"a sandbox": doomed.Delete, "a snapshot": snap.Delete} {
 		id := uid.New()
-		calls["the deletion of "+what] = func(ctx context.Context) error { return gone(del(ctx, id)) }
+		calls = append(calls, call{"the deletion of " + what, func(ctx context.Context) error { return gone(del(ctx, id)) }})
 	}
-	for what, call := range calls {
+	for _, c := range calls {
 		ctx, cancel := context.WithTimeout(w.ctx, 2*time.Second)
-		err := call(ctx)
+		err := c.ask(ctx)
 		cancel()
 		var e *errs.Error
 		late := errors.As(err, &e) && e.Reason == errs.DeadlineExpired && e.Retry == errs.SameOperation
-		if !late && (err != nil || !strings.HasPrefix(what, "the deletion")) {
-			w.fullNode(what, err)
+		if !late && (err != nil || !strings.HasPrefix(c.what, "the deletion")) {
+			w.fullNode(c.what, err)
 		}
 		w.lives()
 	}
@@ -263,10 +268,10 @@ func TestF10StateDiskFull(t *testing.T) {
 	w.restart(agentd)
 	w.online()
 	w.lives()
-	for what, call := range calls {
+	for _, c := range calls {
 		var e *errs.Error
-		if err := w.insist(call); err != nil && (!errors.As(err, &e) || !e.IsAnswer() && e.Retry != errs.Never) {
-			t.Errorf("%s, asked again: %v", what, err)
+		if err := w.insist(c.ask); err != nil && (!errors.As(err, &e) || !e.IsAnswer() && e.Retry != errs.Never) {
+			t.Errorf("%s, asked again: %v", c.what, err)
 		}
 	}
 	w.ok(w.deleteAll(w.ctx, map[string]bool{w.survivor.UID: true, w.snapshot.UID: true, w.volume.UID: true, w.loose.UID: true}))

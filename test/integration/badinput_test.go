@@ -95,16 +95,16 @@ func TestBadInputCreate(t *testing.T) {
 		"no such volume": {errs.ObjectNotFound, func(s *dormousev1.SandboxSpec) {
 			s.Volumes = []*dormousev1.VolumeMount{mount(free, "/free"), {VolumeUid: missing, Path: "/a"}}
 		}, []string{missing}, nil},
-		"a path with ..":     {errs.UnsafePath, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "/a/../../b")} }, nil, nil},
-		"a relative path":    {errs.UnsafePath, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "a")} }, nil, nil},
-		"a volume as /":      {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "/")} }, nil, nil},
-		"a volume on /proc":  {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "/proc/x")} }, []string{"/proc"}, nil},
-		"working dir ..":     {errs.UnsafePath, func(s *dormousev1.SandboxSpec) { s.WorkingDir = "/a/.." }, nil, nil},
-		"a network":          {errs.NotSupported, func(s *dormousev1.SandboxSpec) { s.Network = dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND }, nil, nil},
-		"another runtime":    {errs.NotSupported, func(s *dormousev1.SandboxSpec) { s.RuntimeClass = "other" }, nil, nil},
-		"no node like that":  {errs.NoNodeFits, func(s *dormousev1.SandboxSpec) { s.NodeSelector = map[string]string{"zone": "z9"} }, []string{"zone"}, nil},
-		"an odd environment": {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Env = map[string]string{"A B": "c"} }, []string{"env"}, nil},
-		"too many arguments": {errs.LimitExceeded, func(s *dormousev1.SandboxSpec) { s.Command = make([]string, 2000) }, nil, map[string]string{"limit": "1024", "got": "2000"}},
+		"a path with ..":             {errs.UnsafePath, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "/a/../../b")} }, nil, nil},
+		"a relative path":            {errs.UnsafePath, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "a")} }, nil, nil},
+		"a volume as /":              {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "/")} }, nil, nil},
+		"a volume on /proc":          {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Volumes = []*dormousev1.VolumeMount{mount(free, "/proc/x")} }, []string{"/proc"}, nil},
+		"working dir ..":             {errs.UnsafePath, func(s *dormousev1.SandboxSpec) { s.WorkingDir = "/a/.." }, nil, nil},
+		"a policy without a network": {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Egress = &dormousev1.EgressPolicy{} }, []string{"egress"}, nil},
+		"another runtime":            {errs.NotSupported, func(s *dormousev1.SandboxSpec) { s.RuntimeClass = "other" }, nil, nil},
+		"no node like that":          {errs.NoNodeFits, func(s *dormousev1.SandboxSpec) { s.NodeSelector = map[string]string{"zone": "z9"} }, []string{"zone"}, nil},
+		"an odd environment":         {errs.InvalidField, func(s *dormousev1.SandboxSpec) { s.Env = map[string]string{"A B": "c"} }, []string{"env"}, nil},
+		"too many arguments":         {errs.LimitExceeded, func(s *dormousev1.SandboxSpec) { s.Command = make([]string, 2000) }, nil, map[string]string{"limit": "1024", "got": "2000"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := w.sub(t)
