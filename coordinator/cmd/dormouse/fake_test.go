@@ -445,11 +445,12 @@ func (f *fake) ListProcesses(_ context.Context, r *dormousev1.ListProcessesReque
 }
 
 func (f *fake) SignalProcess(_ context.Context, r *dormousev1.SignalProcessRequest) (*dormousev1.SignalProcessResponse, error) {
+	err := f.note("SignalProcess", r) // first: whoever hears of the signal looks for the request
 	select {
 	case f.signals <- r.GetSignal():
 	default:
 	}
-	return &dormousev1.SignalProcessResponse{}, f.note("SignalProcess", r)
+	return &dormousev1.SignalProcessResponse{}, err
 }
 
 func (f *fake) ListNodes(context.Context, *dormousev1.ListNodesRequest) (*dormousev1.ListNodesResponse, error) {
