@@ -45,7 +45,7 @@ func benchStart(ctx context.Context, b *bench) ([]Row, error) {
 		ratio("the same; bare until `runsc run -detach` returns", product, started, 0),
 	}
 	best := map[bool]float64{}
-	for _, width := range []int{2, 3} {
+	for _, width := range []int{2, 3, 4} {
 		mine, its, err := b.startRates(ctx, floor, spec, width)
 		if err != nil {
 			return nil, err
