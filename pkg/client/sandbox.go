@@ -167,57 +167,46 @@ func (s *Sandbox) Checkpoint(ctx context.Context, req *dormousev1.CheckpointSand
 	return s.c.seenSnapshot(resp.GetSnapshot()), nil
 }
 
+// seeAfter makes a call that answers with the sandbox, and keeps what it says in Last.
+func seeAfter[T interface{ GetSandbox() *dormousev1.Sandbox }](ctx context.Context, s *Sandbox, call func(context.Context) (T, error)) error {
+	resp, err := retry(ctx, call)
+	if err == nil {
+		s.Last = resp.GetSandbox()
+	}
+	return err
+}
+
 // Update changes what the request's mask names. The request's uid is the handle's.
 func (s *Sandbox) Update(ctx context.Context, req *dormousev1.UpdateSandboxRequest) error {
 	req = proto.CloneOf(req)
 	req.Uid, req.OperationId = s.UID, operation(req.GetOperationId())
-	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.UpdateSandboxResponse, error) {
+	return seeAfter(ctx, s, func(ctx context.Context) (*dormousev1.UpdateSandboxResponse, error) {
 		return s.c.sandboxes.UpdateSandbox(ctx, req)
 	})
-	if err != nil {
-		return err
-	}
-	s.Last = resp.GetSandbox()
-	return nil
 }
 
 // Pause freezes the sandbox in memory and returns when it stands still. The operation id may be empty.
 func (s *Sandbox) Pause(ctx context.Context, operationID string) error {
 	req := &dormousev1.PauseSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
-	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.PauseSandboxResponse, error) {
+	return seeAfter(ctx, s, func(ctx context.Context) (*dormousev1.PauseSandboxResponse, error) {
 		return s.c.sandboxes.PauseSandbox(ctx, req)
 	})
-	if err != nil {
-		return err
-	}
-	s.Last = resp.GetSandbox()
-	return nil
 }
 
 // Resume returns when the sandbox runs, whether it was paused or hibernated. The operation id may be empty.
 func (s *Sandbox) Resume(ctx context.Context, operationID string) error {
 	req := &dormousev1.ResumeSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
-	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.ResumeSandboxResponse, error) {
+	return seeAfter(ctx, s, func(ctx context.Context) (*dormousev1.ResumeSandboxResponse, error) {
 		return s.c.sandboxes.ResumeSandbox(ctx, req)
 	})
-	if err != nil {
-		return err
-	}
-	s.Last = resp.GetSandbox()
-	return nil
 }
 
 // Hibernate returns when the sandbox is on its node's disk alone. The operation id may be empty.
 func (s *Sandbox) Hibernate(ctx context.Context, operationID string) error {
 	req := &dormousev1.HibernateSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}
-	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.HibernateSandboxResponse, error) {
+	return seeAfter(ctx, s, func(ctx context.Context) (*dormousev1.HibernateSandboxResponse, error) {
 		return s.c.sandboxes.HibernateSandbox(ctx, req)
 	})
-	if err != nil {
-		return err
-	}
-	s.Last = resp.GetSandbox()
-	return nil
 }
 
 // Fork makes copies of a sandbox or of a snapshot, as the request says.

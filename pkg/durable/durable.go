@@ -33,7 +33,21 @@ func SyncDir(dir string) error {
 
 // WriteFile replaces a file as a whole, with mode 0600. Its folder has to be there. After an error the
 // file is the old one, or the new one whose name is not known to be durable; it is safe to write again.
-func WriteFile(path string, data []byte) error {
+func WriteFile(path string, data []byte) error { return write(path, data, os.Rename) }
+
+// CreateFile is WriteFile for a file that is not there yet. One that is there stays as it is, and the error
+// is fs.ErrExist; of two that create it at once, one does.
+func CreateFile(path string, data []byte) error {
+	return write(path, data, func(from, to string) error {
+		if err := os.Link(from, to); err != nil {
+			return err
+		}
+		return os.Remove(from)
+	})
+}
+
+// write writes a file beside path, and has place give it that name.
+func write(path string, data []byte, place func(from, to string) error) error {
 	dir := filepath.Dir(path)
 	f, err := os.CreateTemp(dir, Unfinished) // made with mode 0600
 	if err != nil {
@@ -44,7 +58,7 @@ func WriteFile(path string, data []byte) error {
 		err = f.Sync()
 	}
 	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
+		err = place(f.Name(), path)
 	}
 	if err != nil {
 		return errors.Join(err, os.Remove(f.Name()))

@@ -4,6 +4,8 @@
 package durable
 
 import (
+	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
@@ -58,6 +60,24 @@ func TestWriteFileFails(t *testing.T) {
 	}
 	if err := WriteFile(filepath.Join(dir, "away", "a"), nil); err == nil {
 		t.Error("a folder was made up")
+	}
+}
+
+// Whoever comes second leaves what is there, and nothing beside it.
+func TestCreateFile(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "a")
+	if err := CreateFile(path, []byte("first")); err != nil {
+		t.Fatal(err)
+	}
+	if err := CreateFile(path, []byte("second")); !errors.Is(err, fs.ErrExist) {
+		t.Errorf("a second time: %v", err)
+	}
+	if got, err := os.ReadFile(path); err != nil || string(got) != "first" {
+		t.Errorf("read %q, %v", got, err)
+	}
+	if all := names(t, dir); len(all) != 1 {
+		t.Errorf("left %v", all)
 	}
 }
 

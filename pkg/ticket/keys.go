@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"sync"
 	"time"
 
@@ -78,20 +77,10 @@ func generate(path string) error {
 	if err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), durable.Unfinished) // made with mode 0600
-	if err != nil {
+	if err := durable.CreateFile(path, data); !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	_, err = f.Write(data)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		if err = os.Link(f.Name(), path); errors.Is(err, fs.ErrExist) {
-			err = nil
-		}
-	}
-	if err = errors.Join(err, os.Remove(f.Name())); err != nil {
-		return err
-	}
-	return durable.SyncDir(filepath.Dir(path))
+	return nil
 }
 
 func (k *Keys) load() error {

@@ -142,11 +142,15 @@ func (s Session) command(c operations.Command) *nodev1.Command {
 		Tenant: c.Tenant, OperationId: c.OperationID, RequestId: c.RequestID}
 }
 
-// StartSandbox implements operations.Agents, as the following do.
-func (p *Pool) StartSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox, secretEnv map[string]string) (o operations.Observation, err error) {
+// observed is an answer that tells what the node knows of the sandbox.
+type observed interface {
+	GetSandbox() *nodev1.SandboxObservation
+}
+
+// observe makes a call with such an answer.
+func (p *Pool) observe(ctx context.Context, node string, c operations.Command, call func(context.Context, nodev1.AgentServiceClient, *nodev1.Command) (observed, error)) (o operations.Observation, err error) {
 	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
-		resp, err := nodev1.NewAgentServiceClient(cc).StartSandbox(ctx, &nodev1.StartSandboxRequest{Command: s.command(c),
-			Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, Spec: wire.SpecToProto(sb.Spec), SecretEnv: secretEnv})
+		resp, err := call(ctx, nodev1.NewAgentServiceClient(cc), s.command(c))
 		if err != nil {
 			return err
 		}
@@ -157,23 +161,24 @@ func (p *Pool) StartSandbox(ctx context.Context, node string, c operations.Comma
 	return o, err
 }
 
+// StartSandbox implements operations.Agents, as the following do.
+func (p *Pool) StartSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox, secretEnv map[string]string) (operations.Observation, error) {
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		return agent.StartSandbox(ctx, &nodev1.StartSandboxRequest{Command: cmd,
+			Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, Spec: wire.SpecToProto(sb.Spec), SecretEnv: secretEnv})
+	})
+}
+
 // RestoreSandbox makes a sandbox from the snapshot in sb.SourceSnapshot.
-func (p *Pool) RestoreSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (o operations.Observation, err error) {
+func (p *Pool) RestoreSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
 	req := &nodev1.RestoreSandboxRequest{Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, SnapshotUid: sb.SourceSnapshot, Hostname: sb.Spec.Hostname}
 	for _, m := range sb.Spec.Volumes {
 		req.Volumes = append(req.Volumes, &nodev1.RestoreVolume{Path: m.Path, VolumeUid: m.VolumeUID, ReadOnly: m.ReadOnly})
 	}
-	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
-		req.Command = s.command(c)
-		resp, err := nodev1.NewAgentServiceClient(cc).RestoreSandbox(ctx, req)
-		if err != nil {
-			return err
-		}
-		o, err = Observation(resp.GetSandbox())
-		return err
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		req.Command = cmd
+		return agent.RestoreSandbox(ctx, req)
 	})
-	o.Session = epoch
-	return o, err
 }
 
 // DeleteSandbox returns when its absence was observed.
@@ -208,45 +213,24 @@ func unusedFor(d time.Duration) *durationpb.Duration {
 }
 
 // PauseSandbox returns when the sandbox stands still.
-func (p *Pool) PauseSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (o operations.Observation, err error) {
-	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
-		resp, err := nodev1.NewAgentServiceClient(cc).PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Command: s.command(c), Uid: uid, IfUnusedFor: unusedFor(ifUnusedFor)})
-		if err != nil {
-			return err
-		}
-		o, err = Observation(resp.GetSandbox())
-		return err
+func (p *Pool) PauseSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (operations.Observation, error) {
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		return agent.PauseSandbox(ctx, &nodev1.PauseSandboxRequest{Command: cmd, Uid: uid, IfUnusedFor: unusedFor(ifUnusedFor)})
 	})
-	o.Session = epoch
-	return o, err
 }
 
 // ResumeSandbox returns when the sandbox runs.
-func (p *Pool) ResumeSandbox(ctx context.Context, node string, c operations.Command, uid string) (o operations.Observation, err error) {
-	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
-		resp, err := nodev1.NewAgentServiceClient(cc).ResumeSandbox(ctx, &nodev1.ResumeSandboxRequest{Command: s.command(c), Uid: uid})
-		if err != nil {
-			return err
-		}
-		o, err = Observation(resp.GetSandbox())
-		return err
+func (p *Pool) ResumeSandbox(ctx context.Context, node string, c operations.Command, uid string) (operations.Observation, error) {
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		return agent.ResumeSandbox(ctx, &nodev1.ResumeSandboxRequest{Command: cmd, Uid: uid})
 	})
-	o.Session = epoch
-	return o, err
 }
 
 // HibernateSandbox returns when the sandbox is on the node's disk alone.
-func (p *Pool) HibernateSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (o operations.Observation, err error) {
-	epoch, err := p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {
-		resp, err := nodev1.NewAgentServiceClient(cc).HibernateSandbox(ctx, &nodev1.HibernateSandboxRequest{Command: s.command(c), Uid: uid, IfUnusedFor: unusedFor(ifUnusedFor)})
-		if err != nil {
-			return err
-		}
-		o, err = Observation(resp.GetSandbox())
-		return err
+func (p *Pool) HibernateSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (operations.Observation, error) {
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		return agent.HibernateSandbox(ctx, &nodev1.HibernateSandboxRequest{Command: cmd, Uid: uid, IfUnusedFor: unusedFor(ifUnusedFor)})
 	})
-	o.Session = epoch
-	return o, err
 }
 
 // DeleteSnapshot returns when the artefact's absence was observed.
