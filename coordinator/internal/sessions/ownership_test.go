@@ -44,7 +44,7 @@ func (w *world) buried(box string) string {
 // Deleting has an owner, whose operation removes it. Only what has a tombstone is removed unasked.
 func TestC12ReturningNodeKeepsADeletingSnapshot(t *testing.T) {
 	w := newWorld(t)
-	first := w.open()
+	first := w.begin()
 	box := w.sandbox()
 	orphan, snap := w.buried(box), w.snapshot(box)
 	w.agents.setAway(snap)
@@ -85,7 +85,7 @@ func TestC13UnreadableMeansNothing(t *testing.T) {
 	for _, broken := range []string{"List", "Get", "Tombstone", "inventory"} {
 		t.Run(broken, func(t *testing.T) {
 			w := newWorld(t)
-			first := w.open()
+			first := w.begin()
 			box := w.sandbox()
 			orphan := w.buried(box)
 			w.leave(first)
@@ -135,7 +135,7 @@ func TestC13UnreadableMeansNothing(t *testing.T) {
 // What a replaced session sends, and what is committed in its name, changes nothing.
 func TestC20StaleSessionIsFenced(t *testing.T) {
 	w := newWorld(t)
-	old := w.open()
+	old := w.begin()
 	box := w.sandbox()
 	inv := there()
 	inv.Sandboxes = append(inv.Sandboxes, running(box, 1))

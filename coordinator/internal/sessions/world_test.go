@@ -142,6 +142,16 @@ func (w *world) open() *stream {
 	return &stream{s, fence.Epoch(msg.GetWelcome().GetSessionEpoch()), cancel}
 }
 
+// begin opens the session of a node that holds nothing yet. Sandboxes made from then on are not held
+// against its inventory, which stays what the test says that it is.
+func (w *world) begin() *stream {
+	w.Helper()
+	asked := w.asked.Load()
+	s := w.open()
+	w.eventually("the records and the inventory are read", func() bool { return w.asked.Load() > asked })
+	return s
+}
+
 func (s *stream) report(o *nodev1.SandboxObservation) error {
 	return s.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Report{Report: &nodev1.Report{Id: 1, Sandbox: o}}})
 }
