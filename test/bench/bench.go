@@ -52,7 +52,7 @@ type function func(ctx context.Context, b *bench) ([]Row, error)
 
 var functions = map[string]function{
 	"start": benchStart, "checkpoint": benchCheckpoint, "restore": benchRestore, "memory": benchMemory, "image": benchImage, "catalog": benchCatalog,
-	"exec": benchExec,
+	"exec": benchExec, "files": benchFiles, "lifecycle": benchLifecycle,
 }
 
 // Names of the benchmarks, in the order of the report.

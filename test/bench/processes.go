@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os/exec"
 	"path/filepath"
 	"time"
 
@@ -26,7 +25,7 @@ import (
 // benchExec compares RunProcess with `runsc exec` in the same sandbox, and with what a shell in it needs to start
 // the same program, and measures a keystroke's way there and back.
 func benchExec(ctx context.Context, b *bench) ([]Row, error) {
-	s, err := b.createBusybox(ctx)
+	s, err := b.createBusybox(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -75,7 +74,7 @@ func benchExec(ctx context.Context, b *bench) ([]Row, error) {
 func fine(s Sample) string { return fmt.Sprintf("%.2f / %.2f ms", s.Median(), s.at(0.95)) }
 
 // createBusybox makes a sandbox with programs that start fast.
-func (b *bench) createBusybox(ctx context.Context) (*client.Sandbox, error) {
+func (b *bench) createBusybox(ctx context.Context, change func(*dormousev1.SandboxSpec)) (*client.Sandbox, error) {
 	image, err := images.ReadLayout(images.CachedDir("busybox"))
 	if err != nil {
 		return nil, err
@@ -88,7 +87,12 @@ func (b *bench) createBusybox(ctx context.Context) (*client.Sandbox, error) {
 	if err != nil {
 		return nil, err
 	}
-	return b.create(ctx, 64*mib, func(spec *dormousev1.SandboxSpec) { spec.Image = registry.Ref("bench/busybox") + "@" + digest })
+	return b.create(ctx, 64*mib, func(spec *dormousev1.SandboxSpec) {
+		spec.Image = registry.Ref("bench/busybox") + "@" + digest
+		if change != nil {
+			change(spec)
+		}
+	})
 }
 
 func (b *bench) runTrue(ctx context.Context, s *client.Sandbox, into *Sample) error {
@@ -103,8 +107,7 @@ func (b *bench) runTrue(ctx context.Context, s *client.Sandbox, into *Sample) er
 
 // execTrue runs the runtime's own command against the product's sandbox.
 func (b *bare) execTrue(ctx context.Context, root, uid string, into *Sample) error {
-	cmd := exec.CommandContext(ctx, b.runsc, append(append([]string{"-root", root}, b.flags...), "exec", uid, "/bin/true")...)
-	cmd.Env = b.env
+	cmd := b.exec(ctx, root, uid, "/bin/true")
 	began := time.Now()
 	out, err := cmd.CombinedOutput()
 	into.add(time.Since(began))
