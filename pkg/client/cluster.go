@@ -2,78 +2,12 @@ package client
 
 import (
 	"context"
-	"errors"
-	"io"
 	"iter"
 
 	"google.golang.org/protobuf/proto"
 
-	"github.com/dormouse-run/dormouse/pkg/errs"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
-
-// PullImage brings an image to a node, or with an empty node to every online one. The progress
-// (may be nil) is called from this goroutine.
-func (c *Client) PullImage(ctx context.Context, reference, node string, progress func(*dormousev1.PullProgress)) (*dormousev1.Image, error) {
-	return retry(ctx, func(ctx context.Context) (*dormousev1.Image, error) { return c.pull(ctx, reference, node, progress) })
-}
-
-func (c *Client) pull(ctx context.Context, reference, node string, progress func(*dormousev1.PullProgress)) (*dormousev1.Image, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := c.images.PullImage(ctx, &dormousev1.PullImageRequest{Reference: reference, Node: node})
-	if err != nil {
-		return nil, err
-	}
-	var image *dormousev1.Image
-	for {
-		ev, err := stream.Recv()
-		switch {
-		case errors.Is(err, io.EOF) && image != nil:
-			return image, nil
-		case errors.Is(err, io.EOF):
-			return nil, errs.New(errs.ReplyLost, "the server ended the pull without a result; pull again")
-		case err != nil:
-			return nil, err
-		}
-		if ev.GetImage() != nil {
-			image = ev.GetImage()
-		} else if p := ev.GetProgress(); p != nil && progress != nil {
-			progress(p)
-		}
-	}
-}
-
-// ListImages gives all images that nodes have.
-func (c *Client) ListImages(ctx context.Context) iter.Seq2[*dormousev1.Image, error] {
-	return pages(func(token string) ([]*dormousev1.Image, string, error) {
-		resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.ListImagesResponse, error) {
-			return c.images.ListImages(ctx, &dormousev1.ListImagesRequest{PageToken: token})
-		})
-		return resp.GetImages(), resp.GetNextPageToken(), err
-	})
-}
-
-// FindImage gives the image of a digest or a reference.
-func (c *Client) FindImage(ctx context.Context, ref string) (*dormousev1.Image, error) {
-	for image, err := range c.ListImages(ctx) {
-		if err != nil {
-			return nil, err
-		}
-		if image.GetDigest() == ref || image.GetReference() == ref {
-			return image, nil
-		}
-	}
-	return nil, errs.New(errs.ObjectNotFound, "no node has the image %q", ref).With("kind", "image").With("name", ref)
-}
-
-// DeleteImage removes an image, by digest, from every node where nothing holds it.
-func (c *Client) DeleteImage(ctx context.Context, digest string) error {
-	_, err := retry(ctx, func(ctx context.Context) (*dormousev1.DeleteImageResponse, error) {
-		return c.images.DeleteImage(ctx, &dormousev1.DeleteImageRequest{Digest: digest})
-	})
-	return err
-}
 
 // GetNode reads a node.
 func (c *Client) GetNode(ctx context.Context, name string) (*dormousev1.Node, error) {

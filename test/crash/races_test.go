@@ -103,13 +103,13 @@ func TestTwoOfEverythingAtOnce(t *testing.T) {
 		},
 		"pulls of one image": func(w *world) {
 			ref := w.newImage()
-			one := func() (*dormousev1.Image, error) { return w.Client.PullImage(w.ctx, ref, "", nil) }
+			one := func() (*client.Image, error) { return w.Client.PullImage(w.ctx, ref, "", nil) }
 			made, failures := both(one, one)
 			w.ok(errors.Join(failures[:]...))
-			if made[0].GetErofsDigest() != made[1].GetErofsDigest() {
-				w.Fatalf("two pulls gave %v", made)
+			if made[0].Last.GetErofsDigest() != made[1].Last.GetErofsDigest() {
+				w.Fatalf("two pulls gave %v and %v", made[0].Last, made[1].Last)
 			}
-			w.ok(w.Client.DeleteImage(w.ctx, made[0].GetDigest()))
+			w.ok(made[0].Delete(w.ctx))
 		},
 		"a delete and a restore of one snapshot": func(w *world) {
 			snap, err := w.survivor.Checkpoint(w.ctx, &dormousev1.CheckpointSandboxRequest{})

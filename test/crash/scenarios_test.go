@@ -426,7 +426,7 @@ func pull(w *world) operation {
 		check: func() { w.answers(made) },
 		clean: func() {
 			w.drop(made)
-			w.ok(gone(w.Client.DeleteImage(w.ctx, made.Last.GetStatus().GetImageDigest())))
+			w.ok(gone(w.Client.Image(made.Last.GetStatus().GetImageDigest()).Delete(w.ctx)))
 		},
 	}
 }
@@ -436,15 +436,15 @@ func dropImage(w *world) operation {
 	img, err := w.Client.PullImage(w.ctx, ref, "", nil)
 	w.ok(err)
 	return operation{
-		run: func(ctx context.Context) error { return gone(w.Client.DeleteImage(ctx, img.GetDigest())) },
+		run: func(ctx context.Context) error { return gone(img.Delete(ctx)) },
 		check: func() {
 			// It is gone and can be had again.
 			again, err := w.Client.PullImage(w.ctx, ref, "", nil)
 			w.ok(err)
-			if again.GetErofsDigest() != img.GetErofsDigest() {
-				w.Fatalf("pulled again it is %s, not %s", again.GetErofsDigest(), img.GetErofsDigest())
+			if again.Last.GetErofsDigest() != img.Last.GetErofsDigest() {
+				w.Fatalf("pulled again it is %s, not %s", again.Last.GetErofsDigest(), img.Last.GetErofsDigest())
 			}
 		},
-		clean: func() { w.ok(gone(w.Client.DeleteImage(w.ctx, img.GetDigest()))) },
+		clean: func() { w.ok(gone(img.Delete(w.ctx))) },
 	}
 }

@@ -188,5 +188,5 @@ func TestRegistryKilledDuringPull(t *testing.T) {
 	}
 	image, err := w.api.PullImage(w.ctx, ref, "node-1", nil)
 	w.ok(err)
-	w.ok(w.Client.DeleteImage(w.ctx, image.GetDigest()))
+	w.ok(w.Client.Image(image.Digest).Delete(w.ctx))
 }

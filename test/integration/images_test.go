@@ -162,16 +162,16 @@ func TestI04HeldWhileUsed(t *testing.T) {
 	if _, err := os.Stat(erofs); err != nil {
 		t.Fatal(err)
 	}
-	w.refused(w.api.DeleteImage(w.ctx, digest), errs.NotAllowed) // images belong to no tenant
+	w.refused(w.api.Image(digest).Delete(w.ctx), errs.NotAllowed) // images belong to no tenant
 
-	w.refused(w.Client.DeleteImage(w.ctx, digest), errs.StillReferenced)
+	w.refused(w.Client.Image(digest).Delete(w.ctx), errs.StillReferenced)
 	snap := w.checkpoint(s)
 	w.ok(s.Delete(w.ctx, ""))
-	w.refused(w.Client.DeleteImage(w.ctx, digest), errs.StillReferenced)
+	w.refused(w.Client.Image(digest).Delete(w.ctx), errs.StillReferenced)
 	restored, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
 	w.ok(err)
 	w.ok(snap.Delete(w.ctx, ""))
-	e := w.refusal(w.Client.DeleteImage(w.ctx, digest), errs.StillReferenced)
+	e := w.refusal(w.Client.Image(digest).Delete(w.ctx), errs.StillReferenced)
 	if !strings.Contains(e.Details["references"], restored.UID) {
 		t.Errorf("the refusal names %q, not %s", e.Details["references"], restored.UID)
 	}
@@ -180,7 +180,7 @@ func TestI04HeldWhileUsed(t *testing.T) {
 		_, err := w.Client.FindImage(w.ctx, digest)
 		return err
 	})
-	w.ok(w.Client.DeleteImage(w.ctx, digest))
+	w.ok(w.Client.Image(digest).Delete(w.ctx))
 	if _, err := os.Stat(erofs); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the image's file is still there: %v", err)
 	}

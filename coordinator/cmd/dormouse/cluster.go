@@ -71,7 +71,7 @@ func imageCommands() *cli.Command {
 				return each(c, func(ref string) error {
 					image, err := c.client.FindImage(c.ctx, ref)
 					if err == nil {
-						err = c.client.DeleteImage(c.ctx, image.GetDigest())
+						err = image.Delete(c.ctx)
 					}
 					if err != nil {
 						if c.Bool("force") && notThere(err) {
@@ -79,7 +79,7 @@ func imageCommands() *cli.Command {
 						}
 						return err
 					}
-					_, err = fmt.Fprintln(c.App.Writer, image.GetDigest())
+					_, err = fmt.Fprintln(c.App.Writer, image.Digest)
 					return err
 				})
 			}),
@@ -95,9 +95,9 @@ func pullImage(c call) error {
 		return err
 	}
 	if !c.print.Table() {
-		return command.One(c.print, image, imageID, imageColumns())
+		return command.One(c.print, image.Last, imageID, imageColumns())
 	}
-	_, err = fmt.Fprintln(c.App.Writer, image.GetDigest())
+	_, err = fmt.Fprintln(c.App.Writer, image.Digest)
 	return err
 }
 
