@@ -11,6 +11,7 @@ import (
 
 	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 
+	"github.com/dormouse-run/dormouse/coordinator/app"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -49,7 +50,7 @@ func TestAdminAndHealth(t *testing.T) {
 
 // A sandbox that waits for a node says what it waits for, and goes on as soon as one is there.
 func TestPendingSaysWhy(t *testing.T) {
-	r := newRig(t)
+	r := newRig(t, func(c *app.Config) { c.Nodes.PlacementWait = 10 * time.Minute })
 	c := dormousev1.NewSandboxServiceClient(r.conn(r.user))
 	ctx := context.Background()
 	ended := make(chan error, 1)
@@ -75,7 +76,7 @@ func TestPendingSaysWhy(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("it waits although a node is there")
 	}
 }

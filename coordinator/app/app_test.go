@@ -141,7 +141,7 @@ func (r *rig) start() {
 
 func eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(time.Minute)
 	for !cond() {
 		select {
 		case <-deadline:

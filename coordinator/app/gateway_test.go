@@ -7,7 +7,6 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/dormouse-run/dormouse/coordinator/app"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
@@ -34,13 +33,13 @@ func (r *rig) following(sandboxUID, process string) func(word string) {
 // TestGatewayOnEveryReplica: a standby passes calls on as the leader does, and neither the end of a term nor of a
 // leader cuts a stream through another, or through the one that stays.
 func TestGatewayOnEveryReplica(t *testing.T) {
-	r := newRig(t, func(c *app.Config) { c.Lease.TTL = 5 * time.Second })
+	r := newRig(t)
 	n := r.node("n1")
 	u := r.create("one")
 	through := map[string]func(string){"p1": r.following(u, "p1")} // over the leader
 	leader := r.app
 	cfg := r.cfg
-	cfg.Admin, cfg.Holder = "", "standby"
+	cfg.Admin, cfg.Holder, cfg.Lease.TTL = "", "standby", 5*time.Second // it asks often; the leader's lease is long
 	r.app = startStandby(t, r, cfg)
 	through["p2"] = r.following(u, "p2")
 	say := func(word string) {

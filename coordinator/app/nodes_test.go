@@ -56,7 +56,7 @@ func (n *fakeNode) report(t *testing.T, id uint64, o *nodev1.SandboxObservation)
 			t.Fatalf("ack of %d, want %d", ack.GetId(), id)
 		}
 		return ack
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("no ack")
 		return nil
 	}
@@ -90,12 +90,18 @@ func TestNodeComesBack(t *testing.T) {
 	}
 	// A deletion waits for the node, and says that the outcome is unknown.
 	del := &dormousev1.DeleteSandboxRequest{Uid: ended, OperationId: uid.New()}
-	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
-	_, err := c.DeleteSandbox(ctx, del)
-	cancel()
-	if env := errs.From(err); env == nil || env.Outcome != errs.Unknown || env.Retry != errs.SameOperation {
-		t.Fatalf("%v", err)
-	}
+	eventually(t, "there is the time to ask for it", func() bool {
+		ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+		defer cancel()
+		_, err := c.DeleteSandbox(ctx, del)
+		if errs.NotStartedFor(err) {
+			return false
+		}
+		if env := errs.From(err); env == nil || env.Outcome != errs.Unknown || env.Retry != errs.SameOperation {
+			t.Fatalf("%v", err)
+		}
+		return true
+	})
 	stray := uid.New()
 	n.mu.Lock()
 	delete(n.sandboxes, lost)
@@ -155,7 +161,7 @@ func TestSecondSessionFencesTheFirst(t *testing.T) {
 	}
 	select {
 	case <-old.Context().Done():
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("the first session goes on")
 	}
 	r.create("one")
@@ -190,12 +196,12 @@ func TestCordon(t *testing.T) {
 
 // TestStandby answers reads by itself, and passes on to the leader what only that can do.
 func TestStandby(t *testing.T) {
-	r := newRig(t, func(c *app.Config) { c.Lease.TTL = 5 * time.Second })
+	r := newRig(t)
 	r.node("n1")
 	u := r.create("one")
 	leader := r.app
 	standby := r.cfg
-	standby.Admin, standby.Holder = "", "standby"
+	standby.Admin, standby.Holder, standby.Lease.TTL = "", "standby", 5*time.Second // it asks often; the leader's lease is long
 	b := startStandby(t, r, standby)
 	r.app = b
 	c := dormousev1.NewSandboxServiceClient(r.conn(r.user))

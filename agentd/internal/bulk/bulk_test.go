@@ -44,7 +44,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-const limit = 30 * time.Second
+const limit = 2 * time.Minute
 
 func must(t testing.TB, err error) {
 	t.Helper()

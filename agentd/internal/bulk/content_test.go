@@ -201,7 +201,8 @@ func TestHelperMemoryIsFlat(t *testing.T) {
 		must(t, rd.Result(nil))
 		must(t, rd.Close())
 		for range 2 {
-			if most := <-peak; most < 1<<20 || most > 32<<20 {
+			// What takes no time may be over before it was looked at.
+			if most := <-peak; most < 1<<20 && mib > 1 || most > 32<<20 {
 				t.Errorf("%d MiB took %d bytes of memory", mib, most)
 			}
 		}

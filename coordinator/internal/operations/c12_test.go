@@ -4,7 +4,6 @@ import (
 	"context"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
@@ -31,9 +30,10 @@ func TestC12DeletingSnapshotOwnsItsArtefact(t *testing.T) {
 		return nil
 	})
 	deletion := call(uid.New())
-	short, cancel := context.WithTimeout(ctx, 2*time.Second)
-	defer cancel()
-	_, err := e.DeleteSnapshot(short, deletion, operations.Delete{UID: snap})
+	err := inTime(func(ctx context.Context) error {
+		_, err := e.DeleteSnapshot(ctx, deletion, operations.Delete{UID: snap})
+		return err
+	})
 	if env := wantEnvelope(t, err, errs.NodeAway); env.Outcome != errs.Unknown {
 		t.Fatalf("%+v", env)
 	}

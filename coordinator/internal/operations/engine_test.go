@@ -20,12 +20,25 @@ import (
 // eventually polls until the condition holds.
 func eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(time.Minute)
 	for !cond() {
 		select {
 		case <-deadline:
 			t.Fatalf("never: %s", what)
 		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+// inTime asks for something that does not end, each time for longer, until the time sufficed to learn more than
+// that it was over.
+func inTime(ask func(context.Context) error) error {
+	for wait := 50 * time.Millisecond; ; wait *= 2 {
+		ctx, cancel := context.WithTimeout(context.Background(), wait)
+		err := ask(ctx)
+		cancel()
+		if !errs.Has(err, errs.DeadlineExpired) || wait > time.Minute {
+			return err
 		}
 	}
 }
@@ -243,10 +256,11 @@ func TestNodeAwayIsUnknownNotAbsent(t *testing.T) {
 	w.node.mu.Lock()
 	w.node.away = func(string) error { return errs.New(errs.NodeAway, "away").With("node", "n1") }
 	w.node.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
-	defer cancel()
 	c := call(uid.New())
-	_, err := e.DeleteSandbox(ctx, c, operations.Delete{UID: u})
+	err := inTime(func(ctx context.Context) error {
+		_, err := e.DeleteSandbox(ctx, c, operations.Delete{UID: u})
+		return err
+	})
 	env := wantEnvelope(t, err, errs.NodeAway)
 	if env.Outcome != errs.Unknown || env.Retry != errs.SameOperation || env.OperationID != c.OperationID {
 		t.Fatalf("%+v", env)

@@ -27,7 +27,7 @@ func start(t testing.TB, o publish.Options) *publish.Queue {
 	q := publish.New(o)
 	q.Start()
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		q.Close(ctx)
 	})

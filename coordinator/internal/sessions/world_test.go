@@ -168,7 +168,7 @@ func (w *world) leave(s *stream) {
 
 func (w *world) eventually(what string, cond func() bool) {
 	w.Helper()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(time.Minute)
 	for !cond() {
 		select {
 		case <-deadline:
