@@ -152,7 +152,7 @@ func generation(g fence.Epoch) func(*Options) { return func(o *Options) { o.Gene
 
 func ctx(t *testing.T) context.Context {
 	t.Helper()
-	c, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	c, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	return c
 }

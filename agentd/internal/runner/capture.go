@@ -24,29 +24,27 @@ type CaptureRequest struct {
 // error a sandbox that ran runs on and nothing of the artefact is left. The same command id again gives
 // the same snapshot.
 func (n *Node) Checkpoint(ctx context.Context, req CaptureRequest) (nodestate.Snapshot, error) {
-	var snap nodestate.Snapshot
 	if err := uid.Check(req.SnapshotUID); err != nil {
-		return snap, errs.New(errs.InvalidField, "snapshot_uid: %v", err).With("field", "snapshot_uid")
+		return nodestate.Snapshot{}, errs.New(errs.InvalidField, "snapshot_uid: %v", err).With("field", "snapshot_uid")
 	}
-	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
+	return doFor(ctx, n, req.UID, true, func(ctx context.Context, o *owner) (snap nodestate.Snapshot, err error) {
 		has, err := n.Store.Snapshot(req.SnapshotUID)
 		switch {
 		case err == nil && has.CommandID == req.CommandID && has.State == nodestate.SnapshotReady:
-			snap = has
-			return nil
+			return has, nil
 		case err == nil:
-			return errs.New(errs.NameTaken, "the snapshot %s exists already", req.SnapshotUID).With("uid", req.SnapshotUID)
+			return snap, errs.New(errs.NameTaken, "the snapshot %s exists already", req.SnapshotUID).With("uid", req.SnapshotUID)
 		case !errs.Has(err, errs.ObjectNotFound):
-			return err
+			return snap, err
 		}
 		if err := o.mustLive(); err != nil {
-			return err
+			return snap, err
 		}
 		snap = nodestate.Snapshot{UID: req.SnapshotUID, Tenant: req.Tenant, SourceSandboxUID: req.UID, State: nodestate.SnapshotSaving,
 			Created: n.Now().UTC(), CommandID: req.CommandID}
-		return because(ctx, o.capture(ctx, &snap))
+		err = because(ctx, o.capture(ctx, &snap))
+		return snap, err
 	})
-	return snap, err
 }
 
 // because gives why work was ended in place of what its end looked like from inside: a guest that did not

@@ -167,6 +167,24 @@ func (n *Node) do(ctx context.Context, uid string, yields bool, fn func(ctx cont
 	}
 }
 
+// doFor is do for work that has a result. A caller that left before the work ended gets none: the work goes on, and
+// shares nothing with who does not wait for it.
+func doFor[T any](ctx context.Context, n *Node, uid string, yields bool, fn func(ctx context.Context, o *owner) (T, error)) (T, error) {
+	result := make(chan T, 1)
+	err := n.do(ctx, uid, yields, func(ctx context.Context, o *owner) error {
+		v, err := fn(ctx, o)
+		result <- v
+		return err
+	})
+	select {
+	case v := <-result:
+		return v, err
+	default:
+		var none T
+		return none, err
+	}
+}
+
 func (n *Node) ownerEnded(uid string) error {
 	if n.ctx.Err() != nil {
 		return errClosing.WithOutcome(errs.Unknown, errs.SameOperation)

@@ -48,16 +48,13 @@ func (n *Node) Resume(ctx context.Context, uid string) (nodestate.Sandbox, error
 
 // turn runs a change of a sandbox that is there, and gives what is recorded afterwards.
 func (n *Node) turn(ctx context.Context, uid string, fn func(context.Context, *owner) error) (nodestate.Sandbox, error) {
-	var rec nodestate.Sandbox
-	err := n.do(ctx, uid, true, func(ctx context.Context, o *owner) error {
+	return doFor(ctx, n, uid, true, func(ctx context.Context, o *owner) (nodestate.Sandbox, error) {
 		if !o.exists {
-			return noSandbox(uid)
+			return nodestate.Sandbox{}, noSandbox(uid)
 		}
 		err := fn(ctx, o)
-		rec = o.rec
-		return err
+		return o.rec, err
 	})
-	return rec, err
 }
 
 func noSandbox(uid string) error {

@@ -41,11 +41,9 @@ type RestoreRequest struct {
 // gives the same sandbox. After an error nothing of the sandbox is left, or its removal is recorded and
 // goes on.
 func (n *Node) Start(ctx context.Context, req StartRequest) (nodestate.Sandbox, error) {
-	var rec nodestate.Sandbox
-	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
+	return doFor(ctx, n, req.UID, true, func(ctx context.Context, o *owner) (nodestate.Sandbox, error) {
 		if done, err := o.madeBefore(ctx, req.CommandID); done || err != nil {
-			rec = o.rec
-			return err
+			return o.rec, err
 		}
 		b := &build{verb: "start", bundle: n.Bundles.Current(), identity: Identity{SecretEnv: req.SecretEnv}}
 		o.rec = nodestate.Sandbox{
@@ -54,37 +52,31 @@ func (n *Node) Start(ctx context.Context, req StartRequest) (nodestate.Sandbox, 
 			Flags: slices.Clone(n.Flags), GuestGeneration: 1, Hostname: hostname(req.Spec.Hostname, req.Name, req.UID),
 		}
 		err := o.create(ctx, b)
-		rec = o.rec
-		return err
+		return o.rec, err
 	})
-	return rec, err
 }
 
 // Restore is Start from an artefact. It is refused before anything is touched when the node or the
 // request does not fit it. It never starts a process.
 func (n *Node) Restore(ctx context.Context, req RestoreRequest) (nodestate.Sandbox, error) {
-	var rec nodestate.Sandbox
-	err := n.do(ctx, req.UID, true, func(ctx context.Context, o *owner) error {
+	return doFor(ctx, n, req.UID, true, func(ctx context.Context, o *owner) (nodestate.Sandbox, error) {
 		if done, err := o.madeBefore(ctx, req.CommandID); done || err != nil {
-			rec = o.rec
-			return err
+			return o.rec, err
 		}
 		release, err := n.useSnapshot(req.SnapshotUID)
 		if err != nil {
-			return err
+			return nodestate.Sandbox{}, err
 		}
 		defer release()
 		m, b, err := n.fits(req)
 		if err != nil {
-			return err
+			return nodestate.Sandbox{}, err
 		}
 		o.rec = restoredRecord(req, m)
 		o.rec.Created = n.Now().UTC()
 		err = o.create(ctx, b)
-		rec = o.rec
-		return err
+		return o.rec, err
 	})
-	return rec, err
 }
 
 // fits checks a restore against the manifest, and touches nothing.

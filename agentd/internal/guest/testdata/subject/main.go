@@ -46,6 +46,9 @@ func main() {
 		if err := syscall.Mount("devpts", "/dev/pts", "devpts", 0, "newinstance,ptmxmode=0666,mode=0620"); err != nil {
 			fmt.Fprintln(os.Stderr, "mount /dev/pts:", err)
 		}
+		// What the test's own parent ignores, as one that runs in the background does, a sandbox does not: what has a
+		// handler is what it was by default for who is executed.
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT)
 		fmt.Fprintln(os.Stderr, syscall.Exec(os.Args[2], os.Args[2:], os.Environ()))
 		os.Exit(1)
 	case "exit":
