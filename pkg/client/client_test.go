@@ -34,6 +34,7 @@ func TestMain(m *testing.M) {
 type server struct {
 	dormousev1.UnimplementedSandboxServiceServer
 	dormousev1.UnimplementedProcessServiceServer
+	dormousev1.UnimplementedFileServiceServer
 
 	mu      sync.Mutex
 	calls   []string
@@ -135,6 +136,7 @@ func listen(t *testing.T, network, addr string, s *server, opts ...grpc.ServerOp
 	gs := grpc.NewServer(append(around.Options(), opts...)...)
 	dormousev1.RegisterSandboxServiceServer(gs, s)
 	dormousev1.RegisterProcessServiceServer(gs, s)
+	dormousev1.RegisterFileServiceServer(gs, s)
 	l, err := net.Listen(network, addr)
 	if err != nil {
 		t.Fatal(err)

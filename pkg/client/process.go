@@ -161,9 +161,9 @@ func (o *Output) write(c *dormousev1.OutputChunk) error {
 	return nil
 }
 
-// Bounds of taking up a stream again that had output: an agentd that is replaced is away for seconds.
+// Bounds of taking up a stream again that had output: about as long as an attachment is (attachPatience).
 const (
-	followAttempts = 10
+	followAttempts = 32
 	followBackoff  = 2 * time.Second
 )
 

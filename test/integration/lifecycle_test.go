@@ -87,7 +87,7 @@ func TestB13PauseThenResumeAtOnce(t *testing.T) {
 // where it was.
 func TestAPausedSandboxStandsStill(t *testing.T) {
 	w := enter(t)
-	s := w.create(w.spec("sh", "-c", counting))
+	s := w.create(w.spec("sh", "-c", "echo $$ >/tmp/pid; "+counting))
 	w.await("it counts", func() error {
 		out, err := cluster.Exec(w.ctx, s, "cat", "/tmp/n")
 		if err == nil && strings.TrimSpace(string(out)) == "" {
@@ -423,4 +423,27 @@ func TestPauseOverREST(t *testing.T) {
 		}
 	}
 	w.refusedREST(w.rest(w.key, "POST", "/v1/sandboxes/"+uid.New()+":pause", "{}"), errs.ObjectNotFound)
+}
+
+// TestCheckpointAndHibernateAtTheCommandLine: the snapshot and what is hibernated are of the same instant, and each goes on from it.
+func TestCheckpointAndHibernateAtTheCommandLine(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec("sh", "-c", "echo $$ >/tmp/pid; "+counting))
+	w.await("it counts", func() error { _, err := cluster.Exec(w.ctx, s, "test", "-s", "/tmp/n"); return err })
+	out, code := w.dormouse("checkpoint", "--hibernate", s.UID)
+	if code != 0 {
+		t.Fatalf("%d: %s", code, out)
+	}
+	snap := w.api.Snapshot(strings.TrimSpace(out))
+	w.ok(snap.Refresh(w.ctx))
+	if got := w.phase(s); got != hibernated {
+		t.Fatalf("it is %s", got)
+	}
+	restored, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
+	w.ok(err)
+	w.ok(s.Resume(w.ctx, ""))
+	// Both count on, from where they were and not from the beginning.
+	for _, one := range []*client.Sandbox{restored, s} {
+		w.sh(one, "kill -0 $(cat /tmp/pid) || exit 1; a=$(cat /tmp/n); while [ \"$(cat /tmp/n)\" -le \"$a\" ]; do usleep 1000; done 2>/dev/null")
+	}
 }

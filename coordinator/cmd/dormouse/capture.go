@@ -1,8 +1,10 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/urfave/cli/v2"
 
@@ -35,40 +37,65 @@ func checkpointCommand() *cli.Command {
 				take = checkpointedAndHibernated
 			}
 			snap, err := take(c, s, &dormousev1.CheckpointSandboxRequest{OperationId: op, Name: c.String("name"), Labels: labels})
+			if snap != nil {
+				err = errors.Join(err, showSnapshot(c, snap))
+			}
 			if err != nil {
 				return withOperation(err, op)
 			}
-			if !c.print.Table() {
-				return command.One(c.print, snap.Last, snapshotID, snapshotColumns())
-			}
-			if terminal(c.App.ErrWriter) {
-				fmt.Fprintf(c.App.ErrWriter, "frozen for %s\n", snap.Last.GetStatus().GetFreeze().AsDuration())
-			}
-			_, err = fmt.Fprintln(c.App.Writer, snap.UID)
-			return err
+			return nil
 		}),
 	}
+}
+
+// showSnapshot prints a snapshot that was taken.
+func showSnapshot(c call, snap *client.Snapshot) error {
+	if !c.print.Table() {
+		return command.One(c.print, snap.Last, snapshotID, snapshotColumns())
+	}
+	if terminal(c.App.ErrWriter) {
+		fmt.Fprintf(c.App.ErrWriter, "frozen for %s\n", snap.Last.GetStatus().GetFreeze().AsDuration())
+	}
+	_, err := fmt.Fprintln(c.App.Writer, snap.UID)
+	return err
 }
 
 func checkpointed(c call, s *client.Sandbox, req *dormousev1.CheckpointSandboxRequest) (*client.Snapshot, error) {
 	return s.Checkpoint(c.ctx, req)
 }
 
-// checkpointedAndHibernated takes the snapshot of a sandbox that stands still, so that it shows what is hibernated. Without the snapshot the
-// sandbox runs again, if it ran.
+// goOnTime bounds letting a sandbox go on after a failure, also when the call's own time has run out.
+const goOnTime = 30 * time.Second
+
+// checkpointedAndHibernated takes the snapshot of a sandbox that stands still, so that it shows what is hibernated. If that fails the sandbox
+// runs again, if it ran, unless it may be hibernated all the same. A snapshot that was taken is returned with the error.
 func checkpointedAndHibernated(c call, s *client.Sandbox, req *dormousev1.CheckpointSandboxRequest) (*client.Snapshot, error) {
 	ran := s.Last.GetStatus().GetPhase() == dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING
+	goOn := func(err error) error {
+		if !ran {
+			return err
+		}
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(c.ctx), goOnTime)
+		defer cancel()
+		if failed := s.Resume(ctx, ""); failed != nil {
+			fmt.Fprintf(c.App.ErrWriter, "%s may still be paused, resume it: %s\n", s.UID, failed)
+		}
+		return err
+	}
 	if err := s.Pause(c.ctx, ""); err != nil {
 		return nil, err
 	}
 	snap, err := s.Checkpoint(c.ctx, req)
 	if err != nil {
-		if ran {
-			err = errors.Join(err, s.Resume(c.ctx, ""))
-		}
-		return nil, err
+		return nil, goOn(err)
 	}
-	return snap, s.Hibernate(c.ctx, "")
+	if err := s.Hibernate(c.ctx, ""); err != nil {
+		if e := errs.From(err); e.Outcome != errs.Unknown || e.IsAnswer() {
+			err = goOn(err)
+		}
+		return snap, err
+	}
+	return snap, nil
 }
 
 func bindingFlag() cli.Flag {

@@ -3,7 +3,7 @@
 //
 // Whether a call needs the leader is not decided here by its name: it is tried here first, and passed on
 // when the answer is NO_LEADER. Such an answer comes before anything was done, or with an operation that the next leader
-// goes on with, so a call that carries an operation id may be made again.
+// goes on with, so a call that carries an operation id may be made again. A mutation that came without one is given one here.
 //
 // While nobody leads, calls wait for a bounded time: a change of the leader is a pause for who mutates, not
 // an error. A call is passed on once at most, so that two that take each other for the leader send nothing in circles.
@@ -36,7 +36,9 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/uid"
 	"github.com/dormouse-run/dormouse/pkg/wire"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
 // callerKey is the metadata in which a coordinator says who calls.
@@ -122,14 +124,31 @@ const again = 100 * time.Millisecond
 // Unary passes calls on; it stands behind the authentication.
 func (f *Forwarder) Unary() grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
-		return f.try(ctx, func() (any, error) { return next(ctx, req) }, func(cc *grpc.ClientConn, ctx context.Context) (any, error) {
-			resp, err := responseOf(info.FullMethod)
-			if err != nil {
-				return nil, err
-			}
-			return resp, cc.Invoke(ctx, info.FullMethod, req, resp)
-		}, func() bool { return repeatable(req) })
+		return f.Do(ctx, info.FullMethod, req, func() (any, error) { return next(ctx, req) })
 	}
+}
+
+// Do makes a unary call of the public API: here, or at the leader where the answer here is NO_LEADER. The context has who calls. A request
+// that can have an operation id has one afterwards.
+func (f *Forwarder) Do(ctx context.Context, fullMethod string, req any, here func() (any, error)) (any, error) {
+	identify(fullMethod, req)
+	return f.try(ctx, here, func(cc *grpc.ClientConn, ctx context.Context) (any, error) {
+		resp, err := responseOf(fullMethod)
+		if err != nil {
+			return nil, err
+		}
+		return resp, cc.Invoke(ctx, fullMethod, req, resp)
+	}, func() bool { return repeatable(req) })
+}
+
+// identify chooses the operation id of a mutation that came without one.
+func identify(fullMethod string, req any) {
+	m, ok := req.(proto.Message)
+	if !ok || repeatable(req) || fullMethod == dormousev1.OperationService_GetOperation_FullMethodName { // which asks for one
+		return
+	}
+	r := m.ProtoReflect()
+	r.Set(r.Descriptor().Fields().ByName("operation_id"), protoreflect.ValueOfString(uid.New()))
 }
 
 // Stream passes on streams of which only the server's side streams, and which have not begun.
@@ -223,8 +242,12 @@ func (f *Forwarder) leader(ctx context.Context) (*grpc.ClientConn, context.Conte
 	if err != nil {
 		return nil, nil, err
 	}
+	said := []string{callerKey, base64.RawURLEncoding.EncodeToString(body)}
+	for _, match := range metadata.ValueFromIncomingContext(ctx, wire.IfMatchKey) {
+		said = append(said, wire.IfMatchKey, match) // a part of the request that came as a header
+	}
 	cc, err := f.dial(address)
-	return cc, metadata.AppendToOutgoingContext(ctx, callerKey, base64.RawURLEncoding.EncodeToString(body)), err
+	return cc, metadata.AppendToOutgoingContext(ctx, said...), err
 }
 
 func (f *Forwarder) dial(address string) (*grpc.ClientConn, error) {
