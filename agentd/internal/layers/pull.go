@@ -116,12 +116,10 @@ func (p *puller) bad(format string, args ...any) error {
 }
 
 // fetch brings a blob into containerd. What a manifest says about other places to get it from, or brings
-// along itself, is ignored: content comes from the registry that was asked.
+// along itself, is ignored: content comes from the registry that was asked. What containerd has already is not
+// merely looked at: to be told so of a write adds it to the lease, and the collector may be about to take it.
 func (p *puller) fetch(ctx context.Context, desc ocispec.Descriptor) error {
 	desc.URLs, desc.Data = nil, nil
-	if _, err := p.client.ContentStore().Info(ctx, desc.Digest); err == nil {
-		return nil
-	}
 	err := remotes.Fetch(ctx, p.client.ContentStore(), p.fetcher, desc)
 	if err != nil && !errdefs.IsAlreadyExists(err) {
 		return p.reg.explain(ctx, err)

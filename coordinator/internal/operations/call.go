@@ -32,15 +32,13 @@ func isFinal(err error) (*errs.Error, bool) {
 const maxInternal, maxContainerd = 3, 9
 
 // call asks a node until it answers: with success, or with an error that is final. A node that is
-// away, a lost reply and a lost session are asked again, under the same command id. An error of
-// which the node says that nothing was started is asked again under a new one.
+// away, a lost reply and a lost session are asked again, and so is what may pass: a node keeps no result of that.
+// The command id is the same each time, also in the next term, which does not know how often it was asked: what a
+// node made before an answer was lost is known by the id that made it.
 func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(context.Context, Command) error) error {
-	delay, internal, containerd, attempt := e.cfg.RetryMin, 0, 0, 1
+	delay, internal, containerd := e.cfg.RetryMin, 0, 0
+	cmd := Command{ID: t.op.ID + "/" + step, Tenant: t.op.Tenant, OperationID: t.op.ID, RequestID: t.op.RequestID}
 	for {
-		cmd := Command{ID: t.op.ID + "/" + step, Tenant: t.op.Tenant, OperationID: t.op.ID, RequestID: t.op.RequestID}
-		if attempt > 1 {
-			cmd.ID += "." + strconv.Itoa(attempt)
-		}
 		back := e.cfg.Nodes.Changed() // before the call, so that a node that comes back during it counts
 		nodeFault(step, "before")
 		err := f(ctx, cmd)
@@ -53,19 +51,15 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 		}
 		env := errs.From(err)
 		switch env.Reason {
-		case errs.NodeAway, errs.Fenced, errs.ShuttingDown, errs.ReplyLost, errs.DeadlineExpired, errs.CallCancelled, errs.NoLeader:
-		case errs.QueueFull:
-			attempt++
+		case errs.NodeAway, errs.Fenced, errs.ShuttingDown, errs.ReplyLost, errs.DeadlineExpired, errs.CallCancelled, errs.NoLeader, errs.QueueFull:
 		case errs.InternalError:
 			if internal++; internal >= maxInternal {
 				return finally(env)
 			}
-			attempt++
 		case errs.ContainerdAway:
 			if containerd++; containerd >= maxContainerd {
 				return finally(env)
 			}
-			attempt++
 		default:
 			if env.Outcome != errs.Unknown {
 				return finally(env)

@@ -3,6 +3,7 @@ package operations_test
 import (
 	"context"
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -238,7 +239,13 @@ func TestContainerdAway(t *testing.T) {
 			return errs.New(errs.ContainerdAway, "containerd does not answer")
 		}
 		w.node.mu.Unlock()
+		w.node.mu.Lock()
+		w.node.calls = nil
+		w.node.mu.Unlock()
 		_, err := create("")(context.Background(), e, call(""))
+		if ids := slices.Compact(slices.Clone(w.node.calls)); len(w.node.calls) < c.times && c.fails == 0 || len(ids) != 1 && c.fails == 0 {
+			t.Fatalf("asked as %v", ids) // another id would not be known to have made what it made
+		}
 		if c.fails == 0 && err != nil {
 			t.Fatalf("containerd was away %d times: %v", c.times, err)
 		}

@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/iotest"
 
 	"github.com/klauspost/compress/zstd"
 	"go.uber.org/goleak"
@@ -171,5 +172,28 @@ func TestRecordLengthCountsItself(t *testing.T) {
 		if _, err := fmt.Sscanf(string(rec), "%d ", &size); err != nil || size != len(rec) {
 			t.Fatalf("%d bytes call themselves %d", len(rec), size)
 		}
+	}
+}
+
+// A store that fails or is cut off while a layer is read says nothing of the image.
+func TestUnreadableLayerIsNotTheImagesFault(t *testing.T) {
+	broken := errors.New("the store went away")
+	for _, kept := range []int{0, 2, 700} {
+		data := archiveOf(t, "a", "b")
+		l := Layer{Name: "cut", Open: func(context.Context) (io.ReadCloser, error) {
+			return io.NopCloser(io.MultiReader(bytes.NewReader(data[:kept]), iotest.ErrReader(broken))), nil
+		}}
+		_, err := builder(t).Build(t.Context(), t.TempDir(), []Layer{l})
+		if !errors.Is(err, broken) || errs.Has(err, errs.ImageMalformed) {
+			t.Errorf("after %d bytes: %v", kept, err)
+		}
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	l := Layer{Name: "ended", Open: func(ctx context.Context) (io.ReadCloser, error) {
+		cancel(broken)
+		return nil, ctx.Err()
+	}}
+	if _, err := builder(t).Build(ctx, t.TempDir(), []Layer{l}); !errors.Is(err, broken) {
+		t.Errorf("ended: %v", err)
 	}
 }

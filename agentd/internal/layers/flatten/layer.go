@@ -142,6 +142,17 @@ type hostError struct{ error }
 
 func (e *hostError) Unwrap() error { return e.error }
 
+// stored are a layer's bytes as this machine keeps them: that they cannot be read says nothing of the image.
+type stored struct{ io.Reader }
+
+func (s stored) Read(p []byte) (int, error) {
+	n, err := s.Reader.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		err = &hostError{err}
+	}
+	return n, err
+}
+
 // decompress finds out how a layer is compressed from its first bytes: media types are often wrong.
 func decompress(r io.Reader) (io.ReadCloser, error) {
 	br := bufio.NewReaderSize(r, 256<<10)
@@ -190,12 +201,12 @@ type layerReader struct {
 func readLayer(ctx context.Context, dir string, l Layer, b *budget) (_ *tree, files []*os.File, err error) {
 	raw, err := l.Open(ctx)
 	if err != nil {
-		return nil, nil, &hostError{err}
+		return nil, nil, named(ctx, l.Name, &hostError{err})
 	}
 	defer raw.Close()
-	src, err := decompress(raw)
+	src, err := decompress(stored{raw})
 	if err != nil {
-		return nil, nil, malformedf("layer %s: %v", l.Name, err)
+		return nil, nil, named(ctx, l.Name, err)
 	}
 	defer src.Close()
 	file, err := nameless(dir)
