@@ -323,7 +323,7 @@ func (p publisher) Publish(ctx context.Context, build func(context.Context, cata
 
 // services makes the public API.
 func (a *App) services() *api.Server {
-	cfg := api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Log: a.log}
+	cfg := api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Leader: a.forward, Log: a.log}
 	if a.tickets != nil {
 		cfg.Tickets = &api.Tickets{Issuer: a.tickets, Life: a.cfg.Tickets.Life, CA: func() ([]byte, error) { return os.ReadFile(a.cfg.TLS.CA) }}
 	}

@@ -51,6 +51,9 @@ type Config struct {
 		Keys string        `yaml:"keys_file" usage:"file with the keys that tickets for nodes are signed with, the same for all coordinators; made if it is not there; empty: no tickets"`
 		Life time.Duration `yaml:"life" usage:"how long calls may be begun with a ticket"`
 	} `yaml:"tickets"`
+	Ports struct {
+		Idle time.Duration `yaml:"idle_timeout" usage:"how long a connection to an exposed port may be silent"`
+	} `yaml:"ports"`
 	// Tenant limits what one tenant may ask of this coordinator at a time.
 	Tenant auth.Limits `yaml:"tenant"`
 	Redis  struct {
@@ -91,6 +94,7 @@ func DefaultConfig() Config {
 	c.Tenant = auth.DefaultLimits()
 	c.Lease.TTL = 6 * time.Second
 	c.Tickets.Life = 2 * time.Minute
+	c.Ports.Idle = 5 * time.Minute
 	c.Nodes.Heartbeat = 2 * time.Second
 	c.Nodes.Missed = 4
 	c.Nodes.PlacementWait = 10 * time.Second
@@ -126,6 +130,9 @@ func (c *Config) Validate() error {
 	}
 	if c.Tickets.Life < 5*time.Second || c.Tickets.Life > time.Hour {
 		fail("tickets.life", "5s to 1h")
+	}
+	if c.Ports.Idle < 100*time.Millisecond {
+		fail("ports.idle_timeout", "at least 100ms")
 	}
 	if c.Lease.TTL < 500*time.Millisecond {
 		fail("lease.ttl", "at least 500ms")

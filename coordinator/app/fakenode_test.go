@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -22,6 +23,7 @@ import (
 type fakeNode struct {
 	nodev1.UnimplementedAgentServiceServer
 	dormousev1.UnimplementedProcessServiceServer
+	dormousev1.UnimplementedPortServiceServer
 	t     *testing.T
 	name  string
 	tls   *pki.Source
@@ -29,6 +31,7 @@ type fakeNode struct {
 	srv   *grpc.Server
 	done  chan struct{}
 	words map[string]chan string // what ReadOutput says of a process
+	ports map[uint32]string      // where what listens inside is
 
 	mu        sync.Mutex
 	sandboxes map[string]*nodev1.SandboxObservation
@@ -47,7 +50,7 @@ type fakeNode struct {
 func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
 	n := &fakeNode{t: t, name: name, tls: p.source(t, pki.Identity{Role: pki.RoleNode, Name: name}),
 		sandboxes: map[string]*nodev1.SandboxObservation{}, snapshots: map[string]*nodev1.SnapshotObservation{}, volumes: map[string]*nodev1.VolumeObservation{},
-		done: make(chan struct{}), words: map[string]chan string{"p1": make(chan string), "p2": make(chan string)}}
+		done: make(chan struct{}), ports: map[uint32]string{}, words: map[string]chan string{"p1": make(chan string), "p2": make(chan string)}}
 	sock := filepath.Join(t.TempDir(), "node.sock")
 	l, err := net.Listen("unix", sock)
 	if err != nil {
@@ -61,6 +64,7 @@ func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
 	n.srv = grpc.NewServer(append(around.Options(), grpc.Creds(credentials.NewTLS(n.tls.Server(pki.RoleCoordinator))))...)
 	nodev1.RegisterAgentServiceServer(n.srv, n)
 	dormousev1.RegisterProcessServiceServer(n.srv, n)
+	dormousev1.RegisterPortServiceServer(n.srv, n)
 	go func() {
 		defer close(n.done)
 		_ = n.srv.Serve(l) // ends with Stop
@@ -269,4 +273,69 @@ func (n *fakeNode) PullImage(req *nodev1.PullImageRequest, out grpc.ServerStream
 		return err
 	}
 	return out.Send(&nodev1.PullImageResponse{Event: &nodev1.PullImageResponse_Image{Image: &dormousev1.Image{Reference: req.GetReference(), Digest: "sha256:abc"}}})
+}
+
+func (n *fakeNode) ForwardPort(stream grpc.BidiStreamingServer[dormousev1.ForwardPortRequest, dormousev1.ForwardPortResponse]) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	conn, err := net.Dial("tcp", n.ports[first.GetOpen().GetPort()])
+	if err != nil {
+		return errs.New(errs.PortClosed, "nothing listens on port %d", first.GetOpen().GetPort())
+	}
+	defer func() { _ = conn.Close() }() // both directions are over
+	if err := stream.Send(&dormousev1.ForwardPortResponse{Message: &dormousev1.ForwardPortResponse_Opened{Opened: &dormousev1.ForwardOpened{}}}); err != nil {
+		return err
+	}
+	go func() { // ends with the stream
+		for {
+			msg, err := stream.Recv()
+			if err != nil {
+				_ = conn.(*net.TCPConn).CloseWrite() // its reader sees what is wrong
+				return
+			}
+			if _, err := conn.Write(msg.GetData()); err != nil {
+				return
+			}
+		}
+	}()
+	stop := context.AfterFunc(stream.Context(), func() { _ = conn.Close() })
+	defer stop()
+	buf := make([]byte, 32<<10)
+	for {
+		k, err := conn.Read(buf)
+		if k > 0 {
+			if err := stream.Send(&dormousev1.ForwardPortResponse{Message: &dormousev1.ForwardPortResponse_Data{Data: buf[:k]}}); err != nil {
+				return err
+			}
+		}
+		if err != nil {
+			return nil
+		}
+	}
+}
+
+// change gives a sandbox another phase.
+func (n *fakeNode) change(c *nodev1.Command, uid string, phase dormousev1.SandboxPhase) (*nodev1.SandboxObservation, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err := n.take(c); err != nil {
+		return nil, err
+	}
+	n.number++
+	o := proto.CloneOf(n.sandboxes[uid])
+	o.Phase, o.Observation = phase, n.number
+	n.sandboxes[uid] = o
+	return o, nil
+}
+
+func (n *fakeNode) PauseSandbox(_ context.Context, req *nodev1.PauseSandboxRequest) (*nodev1.PauseSandboxResponse, error) {
+	o, err := n.change(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED)
+	return &nodev1.PauseSandboxResponse{Sandbox: o}, err
+}
+
+func (n *fakeNode) ResumeSandbox(_ context.Context, req *nodev1.ResumeSandboxRequest) (*nodev1.ResumeSandboxResponse, error) {
+	o, err := n.change(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING)
+	return &nodev1.ResumeSandboxResponse{Sandbox: o}, err
 }

@@ -49,9 +49,7 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 	if err != nil {
 		return err
 	}
-	services := a.services()
 	who := forward.Resolver(keys.Authenticate)
-	a.owned.Go(func() { services.Run(life) })
 	admission := auth.NewAdmission(a.cfg.Tenant, nil)
 	grpcs, err := bindAll(ctx, a.cfg.Listen.GRPC)
 	if err != nil {
@@ -60,6 +58,8 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 	address := reachable(a.cfg.Advertise, grpcs)
 	a.holder = forward.Holder(a.holder, address)
 	a.forward = forward.New(forward.Config{Leases: a.store, Holder: a.holder, TLS: files.Client(pki.RoleCoordinator, ""), Patience: 2 * a.cfg.Lease.TTL})
+	services := a.services()
+	a.owned.Go(func() { services.Run(life) })
 	for i, l := range grpcs {
 		address := a.cfg.Listen.GRPC[i]
 		creds := credentials.NewTLS(files.ServerOptional(pki.RoleClient, pki.RoleOperator, pki.RoleCoordinator))
@@ -67,7 +67,7 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 			creds = insecure.NewCredentials()
 		}
 		a.serveGRPC("grpc", l, a.public(around, services, who, admission, grpc.Creds(creds),
-			grpc.MaxConcurrentStreams(maxConnStreams), grpc.MaxHeaderListSize(maxHeaders)))
+			grpc.MaxConcurrentStreams(maxConnStreams), grpc.MaxHeaderListSize(maxHeaders), grpc.StaticStreamWindowSize(streamWindow)))
 	}
 	if err := a.listenREST(ctx, life, around, services, keys, admission, files.ServerOptional(pki.RoleClient, pki.RoleOperator)); err != nil {
 		return err
@@ -151,7 +151,7 @@ func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolve
 	opts = append(around.Options(), append(opts,
 		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary(), a.forward.Unary()),
 		grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream(), a.forward.Stream()),
-		grpc.MaxRecvMsgSize(api.MaxMessage), grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(nodeclient.ConnWindow), alive(), lenient())...)
+		grpc.MaxRecvMsgSize(api.MaxMessage), grpc.StaticConnWindowSize(nodeclient.ConnWindow), alive(), lenient())...)
 	srv := grpc.NewServer(opts...)
 	services.Register(srv)
 	healthv1.RegisterHealthServer(srv, a.grpcLife)
@@ -185,8 +185,9 @@ func (a *App) listenREST(ctx, life context.Context, around *wire.Server, service
 		return err
 	}
 	a.bridge = bridge
-	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), admission)
-	handler, err := bridge.Handler(life)
+	// What REST passes on has one window more on its way than other calls, so a smaller one here.
+	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), admission, grpc.StaticStreamWindowSize(nodeclient.StreamWindow))
+	handler, err := bridge.Handler(life, rest.Options{PortIdle: a.cfg.Ports.Idle})
 	if err != nil {
 		return err
 	}

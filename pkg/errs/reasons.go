@@ -27,8 +27,9 @@ const (
 	CredentialsMissing Reason = "CREDENTIALS_MISSING"
 	CredentialsInvalid Reason = "CREDENTIALS_INVALID"
 	NotAllowed         Reason = "NOT_ALLOWED"
-	TicketInvalid      Reason = "TICKET_INVALID"  // a ticket that a node does not take: get another; details: why
-	RegistryDenied     Reason = "REGISTRY_DENIED" // the registry refused our credentials; details: registry
+	TicketInvalid      Reason = "TICKET_INVALID"   // a ticket that a node does not take: get another; details: why
+	PortNotExposed     Reason = "PORT_NOT_EXPOSED" // the spec does not have it in exposed_ports; details: uid, port
+	RegistryDenied     Reason = "REGISTRY_DENIED"  // the registry refused our credentials; details: registry
 
 	// It is not there.
 	ObjectNotFound  Reason = "OBJECT_NOT_FOUND" // details: kind, uid or name
@@ -132,6 +133,7 @@ var table = map[Reason]row{
 	TicketInvalid:      {Unauthenticated, Never, NotStarted},
 	NotAllowed:         {PermissionDenied, Never, NotStarted},
 	RegistryDenied:     {PermissionDenied, Never, NotStarted},
+	PortNotExposed:     {PermissionDenied, Never, NotStarted},
 
 	ObjectNotFound: notFound, ImageNotFound: notFound, ProcessNotFound: notFound, FileNotFound: notFound, SandboxMoved: notFound,
 

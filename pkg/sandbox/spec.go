@@ -93,6 +93,8 @@ type Spec struct {
 	WakeOnUse       bool              `json:"wake_on_use,omitempty"`
 	// Egress is what it may reach, with NetworkOutbound only. Nil: all but what is always blocked.
 	Egress *Egress `json:"egress,omitempty"`
+	// ExposedPorts are the TCP ports inside that are served over HTTP.
+	ExposedPorts []uint32 `json:"exposed_ports,omitempty"`
 }
 
 // Clone gives a copy that shares nothing.
@@ -102,6 +104,7 @@ func (s Spec) Clone() Spec {
 	s.Volumes = slices.Clone(s.Volumes)
 	s.NodeSelector = maps.Clone(s.NodeSelector)
 	s.Egress = s.Egress.Clone()
+	s.ExposedPorts = slices.Clone(s.ExposedPorts)
 	return s
 }
 

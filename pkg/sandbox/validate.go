@@ -25,6 +25,7 @@ const (
 	MaxPath        = 1024
 	MaxSelector    = 32
 	MaxForkCount   = 64
+	MaxExposed     = 64
 	MaxOperationID = 36
 )
 
@@ -226,6 +227,25 @@ func validateVolumes(vols []VolumeMount) *Problem {
 	return nil
 }
 
+// ValidateExposed checks the ports that are served over HTTP.
+func ValidateExposed(field string, ports []uint32) *Problem {
+	if len(ports) > MaxExposed {
+		return tooLarge(field, "ports", MaxExposed, len(ports))
+	}
+	seen := make(map[uint32]bool, len(ports))
+	for i, p := range ports {
+		at := fmt.Sprintf("%s[%d]", field, i)
+		if p < 1 || p > 65535 {
+			return invalid(at, "%d is no port; use 1 to 65535", p)
+		}
+		if seen[p] {
+			return invalid(at, "port %d is there twice", p)
+		}
+		seen[p] = true
+	}
+	return nil
+}
+
 func (r Resources) validate() *Problem {
 	for _, f := range []struct {
 		name  string
@@ -288,6 +308,7 @@ func (s Spec) Validate() *Problem {
 		func() *Problem { return ValidateIdle("spec.", s.IdleTimeout, s.OnIdle) },
 		func() *Problem { return validateVolumes(s.Volumes) },
 		func() *Problem { return s.Egress.Validate("spec.egress") },
+		func() *Problem { return ValidateExposed("spec.exposed_ports", s.ExposedPorts) },
 	} {
 		if p := check(); p != nil {
 			return p

@@ -56,7 +56,7 @@ func random(r *rand.Rand, v reflect.Value) {
 		v.SetBool(r.IntN(2) == 0)
 	case reflect.Int32, reflect.Int64:
 		v.SetInt(r.Int64N(1 << 30))
-	case reflect.Uint16:
+	case reflect.Uint16, reflect.Uint32:
 		v.SetUint(uint64(r.IntN(1 << 16)))
 	case reflect.Uint64:
 		v.SetUint(r.Uint64())

@@ -55,6 +55,7 @@ func SpecToProto(s sandbox.Spec) *dormousev1.SandboxSpec {
 		User: text(s.User), WorkingDir: text(s.WorkingDir), Network: networkToProto(s.Network), RuntimeClass: text(s.RuntimeClass),
 		NodeSelector: cloneMap(s.NodeSelector), Hostname: text(s.Hostname), Resources: resourcesToProto(s.Resources), Egress: EgressToProto(s.Egress),
 		IdleTimeout: toDuration(s.IdleTimeout), OnIdle: IdleActionToProto(s.OnIdle), Lifetime: toDuration(s.Lifetime), WakeOnUse: s.WakeOnUse,
+		ExposedPorts: cloneSlice(s.ExposedPorts),
 	}
 	for _, v := range s.Volumes {
 		p.Volumes = append(p.Volumes, &dormousev1.VolumeMount{VolumeUid: text(v.VolumeUID), Path: text(v.Path), ReadOnly: v.ReadOnly})
@@ -76,7 +77,7 @@ func SpecFromProto(p *dormousev1.SandboxSpec) (sandbox.Spec, error) {
 		Image: p.GetImage(), Command: cloneSlice(p.GetCommand()), RunImageCommand: p.GetRunImageCommand(), Env: cloneMap(p.GetEnv()),
 		User: p.GetUser(), WorkingDir: p.GetWorkingDir(), Network: network, RuntimeClass: p.GetRuntimeClass(),
 		NodeSelector: cloneMap(p.GetNodeSelector()), Hostname: p.GetHostname(), Resources: resourcesFromProto(p.GetResources()), Egress: egress,
-		WakeOnUse: p.GetWakeOnUse(),
+		WakeOnUse: p.GetWakeOnUse(), ExposedPorts: cloneSlice(p.GetExposedPorts()),
 	}
 	if s.OnIdle, err = IdleActionFromProto(p.GetOnIdle()); err != nil {
 		return sandbox.Spec{}, err

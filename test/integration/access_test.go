@@ -384,3 +384,30 @@ func TestForwardCommand(t *testing.T) {
 		t.Error("it still listens")
 	}
 }
+
+// TestPortRoute: a server inside is reached over the REST API, as the documentation shows it, in a copy of the sandbox too.
+func TestPortRoute(t *testing.T) {
+	w := enter(t)
+	spec := w.spec("sh", "-c", "mkdir /www; echo hello > /www/index.html; exec httpd -f -p 127.0.0.1:8080 -h /www")
+	spec.ExposedPorts = []uint32{8080, 9090}
+	s := w.create(spec)
+	base := "/v1/sandboxes/" + s.UID + "/ports/"
+	w.await("the page", func() error {
+		if a := w.rest(w.key, "GET", base+"8080/index.html", ""); a.status != 200 || string(a.body) != "hello\n" {
+			return fmt.Errorf("%d %s", a.status, a.body)
+		}
+		return nil
+	})
+	if a := w.rest(w.key, "GET", base+"8080/absent", ""); a.status != 404 || a.header.Get("Dormouse-Error") != "" {
+		t.Errorf("what the guest does not have: %d %v %s", a.status, a.header, a.body)
+	}
+	w.refusedREST(w.rest(w.key, "GET", base+"9090/", ""), errs.PortClosed)
+	w.refusedREST(w.rest(w.key, "GET", base+"22/", ""), errs.PortNotExposed)
+	w.refusedREST(w.rest("", "GET", base+"8080/", ""), errs.CredentialsMissing)
+	// A copy has the same ports.
+	copies, _, err := w.api.Fork(w.ctx, &dormousev1.ForkSandboxRequest{SandboxUid: s.UID})
+	w.ok(err)
+	if a := w.rest(w.key, "GET", "/v1/sandboxes/"+copies[0].UID+"/ports/8080/", ""); a.status != 200 || string(a.body) != "hello\n" {
+		t.Errorf("a fork: %d %s", a.status, a.body)
+	}
+}

@@ -106,7 +106,7 @@ func TestCreateFlags(t *testing.T) {
 	op := uidAt(77)
 	r := dormouse(t, "create", "reg.example/a:1", "--name", "box", "-l", "team=x", "--cpu", "0.5", "--memory=512Mi", "--disk", "1Gi", "--cpu-request=100m",
 		"-v", "data:/data:ro", "-e", "A=1,2", "--env", "PASSED", "--env-file", envFile, "--secret-env", "TOKEN", "-u", "1000", "-w", "/work",
-		"--network", "none", "--node-selector", "zone=a", "--operation-id", op, "--", "sh", "-c", "echo --name")
+		"--network", "none", "--node-selector", "zone=a", "--expose", "8080", "--expose", "3000", "--operation-id", op, "--", "sh", "-c", "echo --name")
 	if r.code != 0 {
 		t.Fatal(r.err)
 	}
@@ -115,8 +115,9 @@ func TestCreateFlags(t *testing.T) {
 		Spec: &dormousev1.SandboxSpec{
 			Image: "reg.example/a:1", Command: []string{"sh", "-c", "echo --name"}, Env: map[string]string{"A": "1,2", "B": "2", "PASSED": "on"},
 			User: "1000", WorkingDir: "/work", Network: dormousev1.NetworkMode_NETWORK_MODE_NONE, NodeSelector: map[string]string{"zone": "a"},
-			Resources: &dormousev1.Resources{CpuLimitMillis: 500, CpuRequestMillis: 100, MemoryLimitBytes: 512 << 20, DiskLimitBytes: 1 << 30},
-			Volumes:   []*dormousev1.VolumeMount{{VolumeUid: uidAt(90), Path: "/data", ReadOnly: true}},
+			ExposedPorts: []uint32{8080, 3000},
+			Resources:    &dormousev1.Resources{CpuLimitMillis: 500, CpuRequestMillis: 100, MemoryLimitBytes: 512 << 20, DiskLimitBytes: 1 << 30},
+			Volumes:      []*dormousev1.VolumeMount{{VolumeUid: uidAt(90), Path: "/data", ReadOnly: true}},
 		},
 	}
 	if d := cmp.Diff(want, asked[*dormousev1.CreateSandboxRequest](t, f), protocmp.Transform()); d != "" {

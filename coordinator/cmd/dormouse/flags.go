@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"io"
 	"os"
+	"strconv"
 	"strings"
 
 	"github.com/urfave/cli/v2"
@@ -47,6 +48,7 @@ func specFlags() []cli.Flag {
 		&cli.StringSliceFlag{Name: "volume", Aliases: []string{"v"}, Usage: "VOLUME:PATH[:ro], by uid or name; may be repeated"},
 		&cli.StringFlag{Name: "network", Usage: "none or outbound"},
 		&cli.StringFlag{Name: "egress", Usage: "YAML file with what it may reach (EgressPolicy of the API), with --network outbound; see docs/network.md"},
+		&cli.StringSliceFlag{Name: "expose", Usage: "a PORT inside that is served at /v1/sandboxes/UID/ports/PORT/ of the REST API; may be repeated"},
 		&cli.StringFlag{Name: "hostname", Usage: "the name inside"},
 		&cli.DurationFlag{Name: "idle-timeout", Usage: "how long it may be unused, e.g. 15m"},
 		&cli.StringFlag{Name: "on-idle", Usage: "what happens then: pause (the default), hibernate or delete"},
@@ -154,6 +156,13 @@ func specOf(c call, image string, argv []string) (*dormousev1.SandboxSpec, error
 		if err := readFile(c, "egress", file, spec.Egress); err != nil {
 			return nil, err
 		}
+	}
+	for _, text := range c.StringSlice("expose") {
+		port, err := strconv.ParseUint(text, 10, 16)
+		if err != nil || port == 0 {
+			return nil, command.Usage(c.Context, "--expose %q: a port from 1 to 65535 is expected", text)
+		}
+		spec.ExposedPorts = append(spec.ExposedPorts, uint32(port))
 	}
 	if spec.Resources, err = resourcesOf(c.Context); err != nil {
 		return nil, err

@@ -18,7 +18,7 @@ func TestWrongUsageIsTwoWithAHint(t *testing.T) {
 	for _, line := range []string{
 		"nonsense", "snapshot nonsense", "ls --nonsense", "ls extra", "get", "get box -o xml", "exec box", "exec --nonsense box -- a",
 		"create", "create --cpu lots a", "create --memory -1 a", "create --label x a", "create --volume data a", "create --volume data:/x:rw a",
-		"create --network magic a", "create --secret-env A=b a", "create -e NOT_SET_ANYWHERE a", "create --env-file /nonexistent a",
+		"create --network magic a", "create --expose http a", "create --expose 0 a", "create --expose 65536 a", "create --secret-env A=b a", "create -e NOT_SET_ANYWHERE a", "create --env-file /nonexistent a",
 		"create -f /nonexistent", "create -f x image", "create --operation-id short a", "fork -n 0 box", "fork -n 65 box", "fork -n many box",
 		"rm", "rm --all box", "rm --operation-id " + uidAt(5) + " a b", "kill -s NOPE box", "wait --for ever box", "ls --phase happy",
 		"restore box --volume /a", "volume create --access sometimes", "volume create --size big", "completion tcsh", "completion",

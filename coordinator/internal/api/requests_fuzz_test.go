@@ -115,7 +115,7 @@ func newWorld() *world {
 	inner := grpc.NewServer(append(around.Options(), grpc.ChainUnaryInterceptor(auth.Unary(who)), grpc.ChainStreamInterceptor(auth.Stream(who)), grpc.MaxRecvMsgSize(api.MaxMessage))...)
 	server.Register(inner)
 	following.Go(func() { _ = inner.Serve(bridge.Listener()) }) // ends with Stop
-	handler, err := bridge.Handler(ctx)
+	handler, err := bridge.Handler(ctx, rest.Options{PortIdle: time.Minute})
 	fail(err)
 	return &world{methods: r.methods, handler: handler, close: func() {
 		engine.Stop(errors.New("the world ends"))

@@ -60,6 +60,11 @@ type Streams interface {
 	Conn(ctx context.Context, p nodeclient.Place, bulk bool) (*grpc.ClientConn, error)
 }
 
+// Leader answers calls in the name of the caller in the context, or NO_LEADER.
+type Leader interface {
+	Ask(ctx context.Context, fullMethod string, req, resp any) error
+}
+
 // Config of a Server.
 type Config struct {
 	Store  Store
@@ -71,6 +76,8 @@ type Config struct {
 	Tickets *Tickets
 	// Engine of the term in force, or NO_LEADER.
 	Engine func() (*operations.Engine, error)
+	// Leader is asked for what only it can do while another leads; nil: nobody is.
+	Leader Leader
 	Log    *slog.Logger
 }
 

@@ -10,6 +10,8 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
 // asleep is SANDBOX_PAUSED for a sandbox that is paused or hibernated, or on the way there or back.
@@ -35,13 +37,32 @@ func (s *Server) awake(ctx context.Context, sb *records.Sandbox) (*records.Sandb
 	if !sb.Spec.WakeOnUse {
 		return nil, paused
 	}
-	e, err := s.cfg.Engine()
-	if err != nil {
+	resume := s.resume
+	if e, err := s.cfg.Engine(); err == nil {
+		resume = func(ctx context.Context, sb *records.Sandbox) (*records.Sandbox, error) { return wake(ctx, sb, e) }
+	} else if s.cfg.Leader == nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, wakeTimeout)
 	defer cancel()
-	return s.wakes.do(ctx, sb, e)
+	return s.wakes.do(ctx, sb, resume)
+}
+
+// resume has the leader wake a sandbox, in the name of the caller, so that a stream that another coordinator passes on wakes it too.
+func (s *Server) resume(ctx context.Context, sb *records.Sandbox) (*records.Sandbox, error) {
+	req := &dormousev1.ResumeSandboxRequest{OperationId: uid.New(), Uid: sb.UID}
+	if err := s.cfg.Leader.Ask(ctx, dormousev1.SandboxService_ResumeSandbox_FullMethodName, req, &dormousev1.ResumeSandboxResponse{}); err != nil {
+		return nil, err
+	}
+	rec, err := s.cfg.Store.Get(ctx, records.SandboxKey(sb.Tenant, sb.UID))
+	if err != nil {
+		return nil, err
+	}
+	now, err := records.SandboxOf(rec)
+	if err != nil {
+		return nil, err
+	}
+	return now, asleep(now)
 }
 
 // wakes joins the calls that want the same sandbox.
@@ -57,7 +78,7 @@ type waking struct {
 	err  error
 }
 
-func (w *wakes) do(ctx context.Context, sb *records.Sandbox, e *operations.Engine) (*records.Sandbox, error) {
+func (w *wakes) do(ctx context.Context, sb *records.Sandbox, resume func(context.Context, *records.Sandbox) (*records.Sandbox, error)) (*records.Sandbox, error) {
 	key := sb.Tenant + "/" + sb.UID
 	w.mu.Lock()
 	one := w.going[key]
@@ -71,7 +92,7 @@ func (w *wakes) do(ctx context.Context, sb *records.Sandbox, e *operations.Engin
 		w.wg.Go(func() {
 			work, cancel := context.WithTimeout(work, wakeTimeout)
 			defer cancel()
-			one.sb, one.err = wake(work, sb, e)
+			one.sb, one.err = resume(work, sb)
 			w.mu.Lock()
 			delete(w.going, key)
 			w.mu.Unlock()

@@ -37,16 +37,8 @@ const (
 // contentHandler serves a file's bytes.
 func (b *Bridge) contentHandler(do func(ctx context.Context, w http.ResponseWriter, r *http.Request, q url.Values) error, known ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		id := r.Header.Get(wire.RequestIDKey)
-		if !obs.ValidRequestID(id) {
-			id = obs.NewRequestID()
-		}
-		r = r.WithContext(obs.WithRequestID(r.Context(), id))
-		w.Header().Set(wire.RequestIDKey, id)
-		ctx := metadata.AppendToOutgoingContext(r.Context(), wire.RequestIDKey, id)
-		if key := r.Header.Get("Authorization"); key != "" {
-			ctx = metadata.AppendToOutgoingContext(ctx, "authorization", key)
-		}
+		r = began(w, r)
+		ctx := outgoing(r)
 		// As long as the file takes, whatever the server allows for other requests.
 		control := http.NewResponseController(w)
 		_, _ = control.SetReadDeadline(time.Time{}), control.SetWriteDeadline(time.Time{}) // a writer without deadlines has none to lift
@@ -62,6 +54,26 @@ func (b *Bridge) contentHandler(do func(ctx context.Context, w http.ResponseWrit
 			wire.WriteRESTError(w, r, err)
 		}
 	}
+}
+
+// began gives a request its id.
+func began(w http.ResponseWriter, r *http.Request) *http.Request {
+	id := r.Header.Get(wire.RequestIDKey)
+	if !obs.ValidRequestID(id) {
+		id = obs.NewRequestID()
+		r.Header.Set(wire.RequestIDKey, id)
+	}
+	w.Header().Set(wire.RequestIDKey, id)
+	return r.WithContext(obs.WithRequestID(r.Context(), id))
+}
+
+// outgoing is the context of the calls that a request becomes, in the caller's name.
+func outgoing(r *http.Request) context.Context {
+	ctx := metadata.AppendToOutgoingContext(r.Context(), wire.RequestIDKey, obs.RequestID(r.Context()))
+	for _, key := range r.Header.Values("Authorization") {
+		ctx = metadata.AppendToOutgoingContext(ctx, "authorization", key)
+	}
+	return ctx
 }
 
 // query reads the parameters, each known and given once at most.

@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"time"
 
 	"github.com/grpc-ecosystem/grpc-gateway/v2/runtime"
 	"google.golang.org/grpc"
@@ -22,6 +23,7 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/docs/openapi"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -36,6 +38,15 @@ type Bridge struct {
 	token    string
 	listener *pipeListener
 	conn     *grpc.ClientConn
+	routes   sync.WaitGroup // requests for ports, those that became other protocols too
+	taken    hijacked
+	idle     func() // ends the connections to ports that wait for a request
+}
+
+// Options of a handler.
+type Options struct {
+	// PortIdle is how long a connection to a port may be silent.
+	PortIdle time.Duration
 }
 
 // NewBridge makes a bridge. Serve a gRPC server on its Listener.
@@ -48,6 +59,7 @@ func NewBridge() (*Bridge, error) {
 	var err error
 	b.conn, err = grpc.NewClient("passthrough:///rest",
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithStaticStreamWindowSize(nodeclient.StreamWindow), grpc.WithStaticConnWindowSize(nodeclient.ConnWindow),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return b.listener.dial(ctx) }),
 		grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 			return invoke(b.mark(ctx), method, req, reply, cc, opts...)
@@ -61,8 +73,16 @@ func NewBridge() (*Bridge, error) {
 // Listener is where the gRPC server takes the bridge's connections.
 func (b *Bridge) Listener() net.Listener { return b.listener }
 
-// Close ends the client's side.
-func (b *Bridge) Close() error { return b.conn.Close() }
+// Close ends the client's side, and with it what still runs through a port.
+func (b *Bridge) Close() error {
+	err := b.conn.Close()
+	if b.idle != nil {
+		b.idle()
+	}
+	b.taken.close()
+	b.routes.Wait()
+	return err
+}
 
 // mark adds the identity of a certificate, if the handler found one.
 func (b *Bridge) mark(ctx context.Context) context.Context {
@@ -97,8 +117,8 @@ func (b *Bridge) Resolver(other auth.Resolver) auth.Resolver {
 	}
 }
 
-// Handler serves /v1 and /openapi.json.
-func (b *Bridge) Handler(ctx context.Context) (http.Handler, error) {
+// Handler serves /v1 and /openapi.json. There is one.
+func (b *Bridge) Handler(ctx context.Context, o Options) (http.Handler, error) {
 	gateway := wire.NewGateway()
 	for _, register := range []func(context.Context, *runtime.ServeMux, *grpc.ClientConn) error{
 		dormousev1.RegisterSandboxServiceHandler, dormousev1.RegisterSnapshotServiceHandler, dormousev1.RegisterVolumeServiceHandler,
@@ -119,7 +139,15 @@ func (b *Bridge) Handler(ctx context.Context) (http.Handler, error) {
 	mux.Handle("GET "+contentPath, identified(b.contentHandler(b.readContent, "path", "offset", "version", "user")))
 	mux.Handle("PUT "+contentPath, identified(b.contentHandler(b.writeContent, "path", "mode", "owner", "parents", "digest", "user")))
 	mux.Handle("/", identified(api))
-	return mux, nil
+	route := newPortRoute(b, o.PortIdle)
+	b.idle = route.transport.CloseIdleConnections
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if to, ok := portTarget(r.URL.EscapedPath()); ok {
+			identified(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { route.serve(w, r, to) })).ServeHTTP(w, r)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}), nil
 }
 
 // identified gives a request the identity of its certificate, if it has one.

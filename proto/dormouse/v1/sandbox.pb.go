@@ -443,7 +443,10 @@ type SandboxSpec struct {
 	// Use of its processes, files or ports resumes a paused or hibernated sandbox first; otherwise it is refused with SANDBOX_PAUSED.
 	WakeOnUse bool `protobuf:"varint,23,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
 	// What it may reach, with NETWORK_MODE_OUTBOUND only. Left out: all but what is always blocked.
-	Egress        *EgressPolicy `protobuf:"bytes,30,opt,name=egress,proto3" json:"egress,omitempty"`
+	Egress *EgressPolicy `protobuf:"bytes,30,opt,name=egress,proto3" json:"egress,omitempty"`
+	// TCP ports inside that the HTTP route /v1/sandboxes/{uid}/ports/{port}/ leads to, whatever the network; each once, at most 64.
+	// Who may use the sandbox reaches any port of it with ForwardPort.
+	ExposedPorts  []uint32 `protobuf:"varint,31,rep,packed,name=exposed_ports,json=exposedPorts,proto3" json:"exposed_ports,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -593,6 +596,13 @@ func (x *SandboxSpec) GetWakeOnUse() bool {
 func (x *SandboxSpec) GetEgress() *EgressPolicy {
 	if x != nil {
 		return x.Egress
+	}
+	return nil
+}
+
+func (x *SandboxSpec) GetExposedPorts() []uint32 {
+	if x != nil {
+		return x.ExposedPorts
 	}
 	return nil
 }
@@ -2347,7 +2357,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
 	"volume_uid\x18\x01 \x01(\tR\tvolumeUid\x12\x12\n" +
 	"\x04path\x18\x02 \x01(\tR\x04path\x12\x1b\n" +
-	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xf6\x06\n" +
+	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\x9b\a\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n" +
 	"\acommand\x18\x02 \x03(\tR\acommand\x12*\n" +
@@ -2367,7 +2377,8 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\aon_idle\x18\x15 \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x125\n" +
 	"\blifetime\x18\x16 \x01(\v2\x19.google.protobuf.DurationR\blifetime\x12\x1e\n" +
 	"\vwake_on_use\x18\x17 \x01(\bR\twakeOnUse\x121\n" +
-	"\x06egress\x18\x1e \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\x1a6\n" +
+	"\x06egress\x18\x1e \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\x12#\n" +
+	"\rexposed_ports\x18\x1f \x03(\rR\fexposedPorts\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
