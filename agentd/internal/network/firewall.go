@@ -367,9 +367,16 @@ func (f *firewall) concerns(addr netip.Addr) bool {
 	return ok || f.stale
 }
 
-// set puts a sandbox's policy in force, in place of the one it had.
-func (f *firewall) set(m member) error {
-	return f.change("set the policy of "+m.uid, func() { f.known[m.addr], f.members[m.addr] = m.device, m }, func() {
+// set puts a sandbox's policy in force, in place of the one it had. What that one opened by a name stays open as far as this one
+// opens it as well; used are the addresses that connections use.
+func (f *firewall) set(m member, used map[netip.Addr]bool) error {
+	inherit := func() {
+		if was, ok := f.members[m.addr]; ok {
+			m.opened.inherit(time.Now(), m.egress, was, used)
+		}
+	}
+	return f.change("set the policy of "+m.uid, func() { inherit(); f.known[m.addr], f.members[m.addr] = m.device, m }, func() {
+		inherit()
 		if _, ok := f.known[m.addr]; !ok {
 			f.addSource(m.addr, m.device)
 		}
@@ -385,6 +392,14 @@ func (f *firewall) set(m member) error {
 		marks, _ = f.entries(m)
 		_ = f.conn.SetAddElements(f.marks, marks)
 	})
+}
+
+// policyOf is the policy that is in force for an address; false where none is.
+func (f *firewall) policyOf(addr netip.Addr) (*sandbox.Egress, bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	m, ok := f.members[addr]
+	return m.egress, ok && !f.stale
 }
 
 // remove takes all of an address out. Idempotent.

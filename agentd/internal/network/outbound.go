@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"reflect"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -132,6 +133,10 @@ func (o *Outbound) open(held []Held) error {
 		return err
 	}
 	fault.At("network.table.after")
+	// An earlier agentd may have ended between a policy's record and its last connection.
+	if err := o.links.cut(o.wall.forbids); err != nil {
+		return err
+	}
 	if err := o.links.ensureGateway(); err != nil {
 		return err
 	}
@@ -341,7 +346,7 @@ func (o *Outbound) Acquire(ctx context.Context, uid string, egress *sandbox.Egre
 		o.mu.Unlock()
 	}
 	fault.At("network.policy.before")
-	if err := o.enforce(uid, h, egress); err != nil {
+	if err := o.enforce(uid, h, egress, nil); err != nil {
 		return nil, err
 	}
 	fault.At("network.policy.after")
@@ -352,15 +357,16 @@ func (o *Outbound) Acquire(ctx context.Context, uid string, egress *sandbox.Egre
 	return &Lease{uid: uid, mode: ModeOutbound, fd: fd, path: fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), fd), servers: []string{o.addrs.gateway.String()}}, nil
 }
 
-func (o *Outbound) enforce(uid string, h *hold, egress *sandbox.Egress) error {
-	if err := o.wall.set(newMember(uid, o.links.name(h.addr), h.addr, egress)); err != nil {
+func (o *Outbound) enforce(uid string, h *hold, egress *sandbox.Egress, used map[netip.Addr]bool) error {
+	if err := o.wall.set(newMember(uid, o.links.name(h.addr), h.addr, egress), used); err != nil {
 		return err
 	}
 	o.introduce(h, egress)
 	return nil
 }
 
-// SetEgress puts another policy in force, for connections that there are as well. The caller made it durable before.
+// SetEgress puts another policy in force, in one step, and then ends the connections that it forbids. The caller made it durable before.
+// A sandbox that has no network at the moment gets the policy by Acquire. Idempotent.
 func (o *Outbound) SetEgress(uid string, egress *sandbox.Egress) error {
 	o.mu.Lock()
 	h := o.leases[uid]
@@ -368,7 +374,21 @@ func (o *Outbound) SetEgress(uid string, egress *sandbox.Egress) error {
 	if h == nil {
 		return errs.New(errs.ObjectNotFound, "sandbox %s has no network of this node's", uid).With("kind", "network").With("uid", uid)
 	}
-	return o.enforce(uid, h, egress)
+	was, ok := o.wall.policyOf(h.addr)
+	switch {
+	case !ok && o.askerAt(h.addr) == nil:
+		return nil
+	case !ok || !reflect.DeepEqual(was, egress):
+		used, err := o.links.inUse(h.addr, mark(uid, was))
+		if err != nil {
+			return err
+		}
+		if err := o.enforce(uid, h, egress, used); err != nil {
+			return err
+		}
+		fault.At("network.repolicy.after")
+	}
+	return o.links.cut(func(f flow) bool { return f.from == h.addr && o.wall.forbids(f) })
 }
 
 // Remove takes the policy, the device and the connections of the uid back; its address stays its own. Idempotent.

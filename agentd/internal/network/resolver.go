@@ -40,7 +40,7 @@ type resolver struct {
 	// asker is who has an address; nil for nobody.
 	asker func(netip.Addr) *asker
 	// open lets the addresses through for a time, if the policy is still this one.
-	open func(addr netip.Addr, egress *sandbox.Egress, rules []int, targets []netip.Addr, ttl time.Duration) error
+	open func(addr netip.Addr, egress *sandbox.Egress, name string, rules []int, targets []netip.Addr, ttl time.Duration) error
 	// blocked tells whether no policy opens an address.
 	blocked func(netip.Addr) bool
 
@@ -173,7 +173,7 @@ func (r *resolver) answer(a *asker, q *dns.Msg) *dns.Msg {
 	targets, ttl := r.take(a, reply, got)
 	ttl = min(max(ttl, minOpen), maxOpen) + lateness
 	if len(rules) > 0 && len(targets) > 0 {
-		if err := r.open(a.addr, a.egress, rules, targets, ttl); err != nil {
+		if err := r.open(a.addr, a.egress, strings.ToLower(question.Name), rules, targets, ttl); err != nil {
 			r.log.Warn("open what a name stands for", "address", a.addr.String(), "error", err)
 			return failure(q, dns.RcodeServerFailure)
 		}

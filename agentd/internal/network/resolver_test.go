@@ -211,7 +211,7 @@ func TestResolverIsBounded(t *testing.T) {
 		for i := range 16 {
 			targets = append(targets, netip.AddrFrom4([4]byte{20, 0, byte(n), byte(i)}))
 		}
-		return o.wall.open(netip.MustParseAddr(addr), p, []int{0}, targets, time.Minute)
+		return o.wall.open(netip.MustParseAddr(addr), p, "some.example.", []int{0}, targets, time.Minute)
 	}
 	for n := range maxOpened / 16 {
 		must(t, open(n, policy))

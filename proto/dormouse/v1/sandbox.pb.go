@@ -1043,11 +1043,14 @@ type UpdateSandboxRequest struct {
 	// Which of the following are set, by name; what is named and empty is cleared.
 	UpdateMask *fieldmaskpb.FieldMask `protobuf:"bytes,4,opt,name=update_mask,json=updateMask,proto3" json:"update_mask,omitempty"`
 	// Replaces all labels.
-	Labels        map[string]string    `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Lifetime      *durationpb.Duration `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
-	WakeOnUse     bool                 `protobuf:"varint,7,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
-	IdleTimeout   *durationpb.Duration `protobuf:"bytes,8,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
-	OnIdle        IdleAction           `protobuf:"varint,9,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
+	Labels      map[string]string    `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Lifetime    *durationpb.Duration `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	WakeOnUse   bool                 `protobuf:"varint,7,opt,name=wake_on_use,json=wakeOnUse,proto3" json:"wake_on_use,omitempty"`
+	IdleTimeout *durationpb.Duration `protobuf:"bytes,8,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
+	OnIdle      IdleAction           `protobuf:"varint,9,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
+	// With NETWORK_MODE_OUTBOUND only. Replaces the whole policy, in one step; left out: all but what is always blocked. Connections that it
+	// does not allow end.
+	Egress        *EgressPolicy `protobuf:"bytes,10,opt,name=egress,proto3" json:"egress,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1143,6 +1146,13 @@ func (x *UpdateSandboxRequest) GetOnIdle() IdleAction {
 		return x.OnIdle
 	}
 	return IdleAction_IDLE_ACTION_UNSPECIFIED
+}
+
+func (x *UpdateSandboxRequest) GetEgress() *EgressPolicy {
+	if x != nil {
+		return x.Egress
+	}
+	return nil
 }
 
 type UpdateSandboxResponse struct {
@@ -2429,7 +2439,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x11GetSandboxRequest\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\"D\n" +
 	"\x12GetSandboxResponse\x12.\n" +
-	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\"\xf2\x03\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\"\xa5\x04\n" +
 	"\x14UpdateSandboxRequest\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1f\n" +
@@ -2441,7 +2451,9 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\blifetime\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\blifetime\x12\x1e\n" +
 	"\vwake_on_use\x18\a \x01(\bR\twakeOnUse\x12<\n" +
 	"\fidle_timeout\x18\b \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x120\n" +
-	"\aon_idle\x18\t \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x1a9\n" +
+	"\aon_idle\x18\t \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x121\n" +
+	"\x06egress\x18\n" +
+	" \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"j\n" +
@@ -2670,51 +2682,52 @@ var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	42, // 23: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
 	42, // 24: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 25: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
-	8,  // 26: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	0,  // 27: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
-	8,  // 28: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 29: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	39, // 30: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	48, // 31: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	3,  // 32: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	40, // 33: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	23, // 34: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 35: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	41, // 36: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
-	23, // 37: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 38: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 39: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 40: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 41: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	9,  // 42: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	11, // 43: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	13, // 44: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
-	15, // 45: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	17, // 46: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	19, // 47: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	21, // 48: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	24, // 49: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	26, // 50: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	28, // 51: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	30, // 52: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
-	32, // 53: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	10, // 54: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	12, // 55: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	14, // 56: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
-	16, // 57: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	18, // 58: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	20, // 59: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	22, // 60: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	25, // 61: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	27, // 62: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	29, // 63: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	31, // 64: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
-	33, // 65: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	54, // [54:66] is the sub-list for method output_type
-	42, // [42:54] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	43, // 26: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	8,  // 27: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	0,  // 28: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
+	8,  // 29: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 30: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	39, // 31: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	48, // 32: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	3,  // 33: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
+	40, // 34: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	23, // 35: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 36: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	41, // 37: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	23, // 38: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 39: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 40: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 41: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 42: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 43: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	11, // 44: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	13, // 45: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	15, // 46: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	17, // 47: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	19, // 48: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	21, // 49: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	24, // 50: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	26, // 51: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	28, // 52: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	30, // 53: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	32, // 54: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	10, // 55: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	12, // 56: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	14, // 57: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	16, // 58: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	18, // 59: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	20, // 60: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	22, // 61: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	25, // 62: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	27, // 63: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	29, // 64: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	31, // 65: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	33, // 66: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	55, // [55:67] is the sub-list for method output_type
+	43, // [43:55] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }

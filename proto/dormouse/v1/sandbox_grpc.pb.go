@@ -46,7 +46,8 @@ type SandboxServiceClient interface {
 	// CreateSandbox returns when the sandbox is Running, or Failed, or the deadline passes.
 	CreateSandbox(ctx context.Context, in *CreateSandboxRequest, opts ...grpc.CallOption) (*CreateSandboxResponse, error)
 	GetSandbox(ctx context.Context, in *GetSandboxRequest, opts ...grpc.CallOption) (*GetSandboxResponse, error)
-	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable.
+	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable; an egress policy, when it is in
+	// force on the node too (observed_generation has reached generation).
 	UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error)
 	ListSandboxes(ctx context.Context, in *ListSandboxesRequest, opts ...grpc.CallOption) (*ListSandboxesResponse, error)
 	// DeleteSandbox returns when the absence of the sandbox on its node was observed.
@@ -223,7 +224,8 @@ type SandboxServiceServer interface {
 	// CreateSandbox returns when the sandbox is Running, or Failed, or the deadline passes.
 	CreateSandbox(context.Context, *CreateSandboxRequest) (*CreateSandboxResponse, error)
 	GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error)
-	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable.
+	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable; an egress policy, when it is in
+	// force on the node too (observed_generation has reached generation).
 	UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error)
 	ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error)
 	// DeleteSandbox returns when the absence of the sandbox on its node was observed.

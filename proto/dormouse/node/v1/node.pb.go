@@ -448,8 +448,10 @@ type RestoreSandboxRequest struct {
 	Generation  int64                  `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
 	SnapshotUid string                 `protobuf:"bytes,5,opt,name=snapshot_uid,json=snapshotUid,proto3" json:"snapshot_uid,omitempty"`
 	// All volumes of the snapshot, with what is to be attached at each path.
-	Volumes       []*RestoreVolume `protobuf:"bytes,6,rep,name=volumes,proto3" json:"volumes,omitempty"`
-	Hostname      string           `protobuf:"bytes,7,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	Volumes  []*RestoreVolume `protobuf:"bytes,6,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	Hostname string           `protobuf:"bytes,7,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	// In place of the snapshot's; left out: the snapshot's.
+	Network       *RestoreNetwork `protobuf:"bytes,8,opt,name=network,proto3" json:"network,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -533,6 +535,59 @@ func (x *RestoreSandboxRequest) GetHostname() string {
 	return ""
 }
 
+func (x *RestoreSandboxRequest) GetNetwork() *RestoreNetwork {
+	if x != nil {
+		return x.Network
+	}
+	return nil
+}
+
+// RestoreNetwork is what a restored sandbox may reach.
+type RestoreNetwork struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Left out: all but what is always blocked.
+	Egress        *v1.EgressPolicy `protobuf:"bytes,1,opt,name=egress,proto3" json:"egress,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RestoreNetwork) Reset() {
+	*x = RestoreNetwork{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RestoreNetwork) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RestoreNetwork) ProtoMessage() {}
+
+func (x *RestoreNetwork) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RestoreNetwork.ProtoReflect.Descriptor instead.
+func (*RestoreNetwork) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *RestoreNetwork) GetEgress() *v1.EgressPolicy {
+	if x != nil {
+		return x.Egress
+	}
+	return nil
+}
+
 type RestoreSandboxResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
@@ -542,7 +597,7 @@ type RestoreSandboxResponse struct {
 
 func (x *RestoreSandboxResponse) Reset() {
 	*x = RestoreSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[6]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -554,7 +609,7 @@ func (x *RestoreSandboxResponse) String() string {
 func (*RestoreSandboxResponse) ProtoMessage() {}
 
 func (x *RestoreSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[6]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -567,7 +622,7 @@ func (x *RestoreSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSandboxResponse.ProtoReflect.Descriptor instead.
 func (*RestoreSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{6}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RestoreSandboxResponse) GetSandbox() *SandboxObservation {
@@ -587,7 +642,7 @@ type DeleteSandboxRequest struct {
 
 func (x *DeleteSandboxRequest) Reset() {
 	*x = DeleteSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[7]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -599,7 +654,7 @@ func (x *DeleteSandboxRequest) String() string {
 func (*DeleteSandboxRequest) ProtoMessage() {}
 
 func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[7]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -612,7 +667,7 @@ func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{7}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *DeleteSandboxRequest) GetCommand() *Command {
@@ -637,7 +692,7 @@ type DeleteSandboxResponse struct {
 
 func (x *DeleteSandboxResponse) Reset() {
 	*x = DeleteSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[8]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +704,7 @@ func (x *DeleteSandboxResponse) String() string {
 func (*DeleteSandboxResponse) ProtoMessage() {}
 
 func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[8]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +717,7 @@ func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{8}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{9}
 }
 
 type CheckpointSandboxRequest struct {
@@ -676,7 +731,7 @@ type CheckpointSandboxRequest struct {
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[9]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -688,7 +743,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[9]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -701,7 +756,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{9}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CheckpointSandboxRequest) GetCommand() *Command {
@@ -734,7 +789,7 @@ type CheckpointSandboxResponse struct {
 
 func (x *CheckpointSandboxResponse) Reset() {
 	*x = CheckpointSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[10]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -746,7 +801,7 @@ func (x *CheckpointSandboxResponse) String() string {
 func (*CheckpointSandboxResponse) ProtoMessage() {}
 
 func (x *CheckpointSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[10]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -759,7 +814,7 @@ func (x *CheckpointSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxResponse.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{10}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CheckpointSandboxResponse) GetSnapshot() *SnapshotObservation {
@@ -791,7 +846,7 @@ type SnapshotObservation struct {
 
 func (x *SnapshotObservation) Reset() {
 	*x = SnapshotObservation{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[11]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -803,7 +858,7 @@ func (x *SnapshotObservation) String() string {
 func (*SnapshotObservation) ProtoMessage() {}
 
 func (x *SnapshotObservation) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[11]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -816,7 +871,7 @@ func (x *SnapshotObservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotObservation.ProtoReflect.Descriptor instead.
 func (*SnapshotObservation) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{11}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SnapshotObservation) GetUid() string {
@@ -929,7 +984,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -941,7 +996,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[12]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -954,7 +1009,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PauseSandboxRequest) GetCommand() *Command {
@@ -987,7 +1042,7 @@ type PauseSandboxResponse struct {
 
 func (x *PauseSandboxResponse) Reset() {
 	*x = PauseSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -999,7 +1054,7 @@ func (x *PauseSandboxResponse) String() string {
 func (*PauseSandboxResponse) ProtoMessage() {}
 
 func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[13]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1012,7 +1067,7 @@ func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
 func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{13}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PauseSandboxResponse) GetSandbox() *SandboxObservation {
@@ -1034,7 +1089,7 @@ type HibernateSandboxRequest struct {
 
 func (x *HibernateSandboxRequest) Reset() {
 	*x = HibernateSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1046,7 +1101,7 @@ func (x *HibernateSandboxRequest) String() string {
 func (*HibernateSandboxRequest) ProtoMessage() {}
 
 func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[14]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1059,7 +1114,7 @@ func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *HibernateSandboxRequest) GetCommand() *Command {
@@ -1092,7 +1147,7 @@ type HibernateSandboxResponse struct {
 
 func (x *HibernateSandboxResponse) Reset() {
 	*x = HibernateSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1104,7 +1159,7 @@ func (x *HibernateSandboxResponse) String() string {
 func (*HibernateSandboxResponse) ProtoMessage() {}
 
 func (x *HibernateSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[15]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1117,7 +1172,7 @@ func (x *HibernateSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxResponse.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *HibernateSandboxResponse) GetSandbox() *SandboxObservation {
@@ -1137,7 +1192,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1149,7 +1204,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[16]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1162,7 +1217,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResumeSandboxRequest) GetCommand() *Command {
@@ -1188,7 +1243,7 @@ type ResumeSandboxResponse struct {
 
 func (x *ResumeSandboxResponse) Reset() {
 	*x = ResumeSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1200,7 +1255,7 @@ func (x *ResumeSandboxResponse) String() string {
 func (*ResumeSandboxResponse) ProtoMessage() {}
 
 func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[17]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1213,10 +1268,124 @@ func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ResumeSandboxResponse) GetSandbox() *SandboxObservation {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+type UpdateSandboxRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Command *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
+	Uid     string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// Of the sandbox, when the policy was recorded.
+	Generation int64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Left out: all but what is always blocked.
+	Egress        *v1.EgressPolicy `protobuf:"bytes,4,opt,name=egress,proto3" json:"egress,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateSandboxRequest) Reset() {
+	*x = UpdateSandboxRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateSandboxRequest) ProtoMessage() {}
+
+func (x *UpdateSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateSandboxRequest.ProtoReflect.Descriptor instead.
+func (*UpdateSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *UpdateSandboxRequest) GetCommand() *Command {
+	if x != nil {
+		return x.Command
+	}
+	return nil
+}
+
+func (x *UpdateSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *UpdateSandboxRequest) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *UpdateSandboxRequest) GetEgress() *v1.EgressPolicy {
+	if x != nil {
+		return x.Egress
+	}
+	return nil
+}
+
+type UpdateSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateSandboxResponse) Reset() {
+	*x = UpdateSandboxResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateSandboxResponse) ProtoMessage() {}
+
+func (x *UpdateSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateSandboxResponse.ProtoReflect.Descriptor instead.
+func (*UpdateSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *UpdateSandboxResponse) GetSandbox() *SandboxObservation {
 	if x != nil {
 		return x.Sandbox
 	}
@@ -1233,7 +1402,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1245,7 +1414,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[18]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1258,7 +1427,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *DeleteSnapshotRequest) GetCommand() *Command {
@@ -1283,7 +1452,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1295,7 +1464,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1308,7 +1477,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 type CreateVolumeRequest struct {
@@ -1326,7 +1495,7 @@ type CreateVolumeRequest struct {
 
 func (x *CreateVolumeRequest) Reset() {
 	*x = CreateVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1338,7 +1507,7 @@ func (x *CreateVolumeRequest) String() string {
 func (*CreateVolumeRequest) ProtoMessage() {}
 
 func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1351,7 +1520,7 @@ func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeRequest.ProtoReflect.Descriptor instead.
 func (*CreateVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CreateVolumeRequest) GetCommand() *Command {
@@ -1398,7 +1567,7 @@ type CreateVolumeResponse struct {
 
 func (x *CreateVolumeResponse) Reset() {
 	*x = CreateVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1410,7 +1579,7 @@ func (x *CreateVolumeResponse) String() string {
 func (*CreateVolumeResponse) ProtoMessage() {}
 
 func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1423,7 +1592,7 @@ func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeResponse.ProtoReflect.Descriptor instead.
 func (*CreateVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CreateVolumeResponse) GetVolume() *VolumeObservation {
@@ -1445,7 +1614,7 @@ type VolumeObservation struct {
 
 func (x *VolumeObservation) Reset() {
 	*x = VolumeObservation{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1457,7 +1626,7 @@ func (x *VolumeObservation) String() string {
 func (*VolumeObservation) ProtoMessage() {}
 
 func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1470,7 +1639,7 @@ func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeObservation.ProtoReflect.Descriptor instead.
 func (*VolumeObservation) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *VolumeObservation) GetUid() string {
@@ -1511,7 +1680,7 @@ type DeleteVolumeRequest struct {
 
 func (x *DeleteVolumeRequest) Reset() {
 	*x = DeleteVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1523,7 +1692,7 @@ func (x *DeleteVolumeRequest) String() string {
 func (*DeleteVolumeRequest) ProtoMessage() {}
 
 func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1536,7 +1705,7 @@ func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeRequest.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *DeleteVolumeRequest) GetCommand() *Command {
@@ -1561,7 +1730,7 @@ type DeleteVolumeResponse struct {
 
 func (x *DeleteVolumeResponse) Reset() {
 	*x = DeleteVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1573,7 +1742,7 @@ func (x *DeleteVolumeResponse) String() string {
 func (*DeleteVolumeResponse) ProtoMessage() {}
 
 func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1586,7 +1755,7 @@ func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeResponse.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 type PullImageRequest struct {
@@ -1599,7 +1768,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1611,7 +1780,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1624,7 +1793,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *PullImageRequest) GetCommand() *Command {
@@ -1654,7 +1823,7 @@ type PullImageResponse struct {
 
 func (x *PullImageResponse) Reset() {
 	*x = PullImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1666,7 +1835,7 @@ func (x *PullImageResponse) String() string {
 func (*PullImageResponse) ProtoMessage() {}
 
 func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1679,7 +1848,7 @@ func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageResponse.ProtoReflect.Descriptor instead.
 func (*PullImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *PullImageResponse) GetEvent() isPullImageResponse_Event {
@@ -1733,7 +1902,7 @@ type RemoveImageRequest struct {
 
 func (x *RemoveImageRequest) Reset() {
 	*x = RemoveImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1745,7 +1914,7 @@ func (x *RemoveImageRequest) String() string {
 func (*RemoveImageRequest) ProtoMessage() {}
 
 func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1758,7 +1927,7 @@ func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageRequest.ProtoReflect.Descriptor instead.
 func (*RemoveImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *RemoveImageRequest) GetCommand() *Command {
@@ -1783,7 +1952,7 @@ type RemoveImageResponse struct {
 
 func (x *RemoveImageResponse) Reset() {
 	*x = RemoveImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1964,7 @@ func (x *RemoveImageResponse) String() string {
 func (*RemoveImageResponse) ProtoMessage() {}
 
 func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1977,7 @@ func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageResponse.ProtoReflect.Descriptor instead.
 func (*RemoveImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
 type GetInventoryRequest struct {
@@ -1819,7 +1988,7 @@ type GetInventoryRequest struct {
 
 func (x *GetInventoryRequest) Reset() {
 	*x = GetInventoryRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1831,7 +2000,7 @@ func (x *GetInventoryRequest) String() string {
 func (*GetInventoryRequest) ProtoMessage() {}
 
 func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1844,7 +2013,7 @@ func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryRequest.ProtoReflect.Descriptor instead.
 func (*GetInventoryRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 type GetInventoryResponse struct {
@@ -1859,7 +2028,7 @@ type GetInventoryResponse struct {
 
 func (x *GetInventoryResponse) Reset() {
 	*x = GetInventoryResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1871,7 +2040,7 @@ func (x *GetInventoryResponse) String() string {
 func (*GetInventoryResponse) ProtoMessage() {}
 
 func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1884,7 +2053,7 @@ func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryResponse.ProtoReflect.Descriptor instead.
 func (*GetInventoryResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GetInventoryResponse) GetSandboxes() []*SandboxObservation {
@@ -1926,7 +2095,7 @@ type SandboxUse struct {
 
 func (x *SandboxUse) Reset() {
 	*x = SandboxUse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1938,7 +2107,7 @@ func (x *SandboxUse) String() string {
 func (*SandboxUse) ProtoMessage() {}
 
 func (x *SandboxUse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1951,7 +2120,7 @@ func (x *SandboxUse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxUse.ProtoReflect.Descriptor instead.
 func (*SandboxUse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *SandboxUse) GetUid() string {
@@ -1996,7 +2165,7 @@ type Hello struct {
 
 func (x *Hello) Reset() {
 	*x = Hello{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2008,7 +2177,7 @@ func (x *Hello) String() string {
 func (*Hello) ProtoMessage() {}
 
 func (x *Hello) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2021,7 +2190,7 @@ func (x *Hello) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hello.ProtoReflect.Descriptor instead.
 func (*Hello) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Hello) GetNode() string {
@@ -2136,7 +2305,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2148,7 +2317,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2161,7 +2330,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Heartbeat) GetProblems() map[string]string {
@@ -2203,7 +2372,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2215,7 +2384,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2228,7 +2397,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Report) GetId() uint64 {
@@ -2259,7 +2428,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2271,7 +2440,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2284,7 +2453,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *SessionRequest) GetMessage() isSessionRequest_Message {
@@ -2357,7 +2526,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2369,7 +2538,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2382,7 +2551,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Welcome) GetSessionEpoch() uint64 {
@@ -2425,7 +2594,7 @@ type TicketKey struct {
 
 func (x *TicketKey) Reset() {
 	*x = TicketKey{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2437,7 +2606,7 @@ func (x *TicketKey) String() string {
 func (*TicketKey) ProtoMessage() {}
 
 func (x *TicketKey) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2450,7 +2619,7 @@ func (x *TicketKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TicketKey.ProtoReflect.Descriptor instead.
 func (*TicketKey) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *TicketKey) GetId() string {
@@ -2476,7 +2645,7 @@ type HeartbeatAck struct {
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2488,7 +2657,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2501,7 +2670,7 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *HeartbeatAck) GetTicketKeys() []*TicketKey {
@@ -2522,7 +2691,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2534,7 +2703,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2547,7 +2716,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -2578,7 +2747,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2590,7 +2759,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2603,7 +2772,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -2666,7 +2835,7 @@ var File_dormouse_node_v1_node_proto protoreflect.FileDescriptor
 
 const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\n" +
-	"\x1bdormouse/node/v1/node.proto\x12\x10dormouse.node.v1\x1a\x19dormouse/v1/cluster.proto\x1a\x18dormouse/v1/errors.proto\x1a\x19dormouse/v1/sandbox.proto\x1a\x1adormouse/v1/snapshot.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd4\x01\n" +
+	"\x1bdormouse/node/v1/node.proto\x12\x10dormouse.node.v1\x1a\x19dormouse/v1/cluster.proto\x1a\x18dormouse/v1/errors.proto\x1a\x19dormouse/v1/network.proto\x1a\x19dormouse/v1/sandbox.proto\x1a\x1adormouse/v1/snapshot.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd4\x01\n" +
 	"\aCommand\x12+\n" +
 	"\x11coordinator_epoch\x18\x01 \x01(\x04R\x10coordinatorEpoch\x12#\n" +
 	"\rsession_epoch\x18\x02 \x01(\x04R\fsessionEpoch\x12\x1d\n" +
@@ -2713,7 +2882,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1d\n" +
 	"\n" +
 	"volume_uid\x18\x02 \x01(\tR\tvolumeUid\x12\x1b\n" +
-	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\x8c\x02\n" +
+	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xc8\x02\n" +
 	"\x15RestoreSandboxRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x12\n" +
@@ -2723,7 +2892,10 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"generation\x12!\n" +
 	"\fsnapshot_uid\x18\x05 \x01(\tR\vsnapshotUid\x129\n" +
 	"\avolumes\x18\x06 \x03(\v2\x1f.dormouse.node.v1.RestoreVolumeR\avolumes\x12\x1a\n" +
-	"\bhostname\x18\a \x01(\tR\bhostname\"X\n" +
+	"\bhostname\x18\a \x01(\tR\bhostname\x12:\n" +
+	"\anetwork\x18\b \x01(\v2 .dormouse.node.v1.RestoreNetworkR\anetwork\"C\n" +
+	"\x0eRestoreNetwork\x121\n" +
+	"\x06egress\x18\x01 \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\"X\n" +
 	"\x16RestoreSandboxResponse\x12>\n" +
 	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"]\n" +
 	"\x14DeleteSandboxRequest\x123\n" +
@@ -2770,6 +2942,15 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"W\n" +
 	"\x15ResumeSandboxResponse\x12>\n" +
+	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xb0\x01\n" +
+	"\x14UpdateSandboxRequest\x123\n" +
+	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x03 \x01(\x03R\n" +
+	"generation\x121\n" +
+	"\x06egress\x18\x04 \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\"W\n" +
+	"\x15UpdateSandboxResponse\x12>\n" +
 	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"^\n" +
 	"\x15DeleteSnapshotRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
@@ -2871,7 +3052,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\rheartbeat_ack\x18\x02 \x01(\v2\x1e.dormouse.node.v1.HeartbeatAckH\x00R\fheartbeatAck\x12<\n" +
 	"\n" +
 	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAckB\t\n" +
-	"\amessage2\x84\n" +
+	"\amessage2\xe6\n" +
 	"\n" +
 	"\fAgentService\x12]\n" +
 	"\fStartSandbox\x12%.dormouse.node.v1.StartSandboxRequest\x1a&.dormouse.node.v1.StartSandboxResponse\x12c\n" +
@@ -2880,7 +3061,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x11CheckpointSandbox\x12*.dormouse.node.v1.CheckpointSandboxRequest\x1a+.dormouse.node.v1.CheckpointSandboxResponse\x12]\n" +
 	"\fPauseSandbox\x12%.dormouse.node.v1.PauseSandboxRequest\x1a&.dormouse.node.v1.PauseSandboxResponse\x12i\n" +
 	"\x10HibernateSandbox\x12).dormouse.node.v1.HibernateSandboxRequest\x1a*.dormouse.node.v1.HibernateSandboxResponse\x12`\n" +
-	"\rResumeSandbox\x12&.dormouse.node.v1.ResumeSandboxRequest\x1a'.dormouse.node.v1.ResumeSandboxResponse\x12c\n" +
+	"\rResumeSandbox\x12&.dormouse.node.v1.ResumeSandboxRequest\x1a'.dormouse.node.v1.ResumeSandboxResponse\x12`\n" +
+	"\rUpdateSandbox\x12&.dormouse.node.v1.UpdateSandboxRequest\x1a'.dormouse.node.v1.UpdateSandboxResponse\x12c\n" +
 	"\x0eDeleteSnapshot\x12'.dormouse.node.v1.DeleteSnapshotRequest\x1a(.dormouse.node.v1.DeleteSnapshotResponse\x12]\n" +
 	"\fCreateVolume\x12%.dormouse.node.v1.CreateVolumeRequest\x1a&.dormouse.node.v1.CreateVolumeResponse\x12]\n" +
 	"\fDeleteVolume\x12%.dormouse.node.v1.DeleteVolumeRequest\x1a&.dormouse.node.v1.DeleteVolumeResponse\x12V\n" +
@@ -2902,7 +3084,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -2910,146 +3092,157 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*SandboxObservation)(nil),        // 3: dormouse.node.v1.SandboxObservation
 	(*RestoreVolume)(nil),             // 4: dormouse.node.v1.RestoreVolume
 	(*RestoreSandboxRequest)(nil),     // 5: dormouse.node.v1.RestoreSandboxRequest
-	(*RestoreSandboxResponse)(nil),    // 6: dormouse.node.v1.RestoreSandboxResponse
-	(*DeleteSandboxRequest)(nil),      // 7: dormouse.node.v1.DeleteSandboxRequest
-	(*DeleteSandboxResponse)(nil),     // 8: dormouse.node.v1.DeleteSandboxResponse
-	(*CheckpointSandboxRequest)(nil),  // 9: dormouse.node.v1.CheckpointSandboxRequest
-	(*CheckpointSandboxResponse)(nil), // 10: dormouse.node.v1.CheckpointSandboxResponse
-	(*SnapshotObservation)(nil),       // 11: dormouse.node.v1.SnapshotObservation
-	(*PauseSandboxRequest)(nil),       // 12: dormouse.node.v1.PauseSandboxRequest
-	(*PauseSandboxResponse)(nil),      // 13: dormouse.node.v1.PauseSandboxResponse
-	(*HibernateSandboxRequest)(nil),   // 14: dormouse.node.v1.HibernateSandboxRequest
-	(*HibernateSandboxResponse)(nil),  // 15: dormouse.node.v1.HibernateSandboxResponse
-	(*ResumeSandboxRequest)(nil),      // 16: dormouse.node.v1.ResumeSandboxRequest
-	(*ResumeSandboxResponse)(nil),     // 17: dormouse.node.v1.ResumeSandboxResponse
-	(*DeleteSnapshotRequest)(nil),     // 18: dormouse.node.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),    // 19: dormouse.node.v1.DeleteSnapshotResponse
-	(*CreateVolumeRequest)(nil),       // 20: dormouse.node.v1.CreateVolumeRequest
-	(*CreateVolumeResponse)(nil),      // 21: dormouse.node.v1.CreateVolumeResponse
-	(*VolumeObservation)(nil),         // 22: dormouse.node.v1.VolumeObservation
-	(*DeleteVolumeRequest)(nil),       // 23: dormouse.node.v1.DeleteVolumeRequest
-	(*DeleteVolumeResponse)(nil),      // 24: dormouse.node.v1.DeleteVolumeResponse
-	(*PullImageRequest)(nil),          // 25: dormouse.node.v1.PullImageRequest
-	(*PullImageResponse)(nil),         // 26: dormouse.node.v1.PullImageResponse
-	(*RemoveImageRequest)(nil),        // 27: dormouse.node.v1.RemoveImageRequest
-	(*RemoveImageResponse)(nil),       // 28: dormouse.node.v1.RemoveImageResponse
-	(*GetInventoryRequest)(nil),       // 29: dormouse.node.v1.GetInventoryRequest
-	(*GetInventoryResponse)(nil),      // 30: dormouse.node.v1.GetInventoryResponse
-	(*SandboxUse)(nil),                // 31: dormouse.node.v1.SandboxUse
-	(*Hello)(nil),                     // 32: dormouse.node.v1.Hello
-	(*Heartbeat)(nil),                 // 33: dormouse.node.v1.Heartbeat
-	(*Report)(nil),                    // 34: dormouse.node.v1.Report
-	(*SessionRequest)(nil),            // 35: dormouse.node.v1.SessionRequest
-	(*Welcome)(nil),                   // 36: dormouse.node.v1.Welcome
-	(*TicketKey)(nil),                 // 37: dormouse.node.v1.TicketKey
-	(*HeartbeatAck)(nil),              // 38: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 39: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 40: dormouse.node.v1.SessionResponse
-	nil,                               // 41: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 42: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 43: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 44: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 45: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 46: google.protobuf.Timestamp
-	(*v1.VolumeReference)(nil),        // 47: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 48: google.protobuf.Duration
-	(*v1.SnapshotFile)(nil),           // 49: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 50: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 51: dormouse.v1.Image
-	(*v1.NodeResources)(nil),          // 52: dormouse.v1.NodeResources
-	(*v1.Error)(nil),                  // 53: dormouse.v1.Error
+	(*RestoreNetwork)(nil),            // 6: dormouse.node.v1.RestoreNetwork
+	(*RestoreSandboxResponse)(nil),    // 7: dormouse.node.v1.RestoreSandboxResponse
+	(*DeleteSandboxRequest)(nil),      // 8: dormouse.node.v1.DeleteSandboxRequest
+	(*DeleteSandboxResponse)(nil),     // 9: dormouse.node.v1.DeleteSandboxResponse
+	(*CheckpointSandboxRequest)(nil),  // 10: dormouse.node.v1.CheckpointSandboxRequest
+	(*CheckpointSandboxResponse)(nil), // 11: dormouse.node.v1.CheckpointSandboxResponse
+	(*SnapshotObservation)(nil),       // 12: dormouse.node.v1.SnapshotObservation
+	(*PauseSandboxRequest)(nil),       // 13: dormouse.node.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),      // 14: dormouse.node.v1.PauseSandboxResponse
+	(*HibernateSandboxRequest)(nil),   // 15: dormouse.node.v1.HibernateSandboxRequest
+	(*HibernateSandboxResponse)(nil),  // 16: dormouse.node.v1.HibernateSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 17: dormouse.node.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 18: dormouse.node.v1.ResumeSandboxResponse
+	(*UpdateSandboxRequest)(nil),      // 19: dormouse.node.v1.UpdateSandboxRequest
+	(*UpdateSandboxResponse)(nil),     // 20: dormouse.node.v1.UpdateSandboxResponse
+	(*DeleteSnapshotRequest)(nil),     // 21: dormouse.node.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),    // 22: dormouse.node.v1.DeleteSnapshotResponse
+	(*CreateVolumeRequest)(nil),       // 23: dormouse.node.v1.CreateVolumeRequest
+	(*CreateVolumeResponse)(nil),      // 24: dormouse.node.v1.CreateVolumeResponse
+	(*VolumeObservation)(nil),         // 25: dormouse.node.v1.VolumeObservation
+	(*DeleteVolumeRequest)(nil),       // 26: dormouse.node.v1.DeleteVolumeRequest
+	(*DeleteVolumeResponse)(nil),      // 27: dormouse.node.v1.DeleteVolumeResponse
+	(*PullImageRequest)(nil),          // 28: dormouse.node.v1.PullImageRequest
+	(*PullImageResponse)(nil),         // 29: dormouse.node.v1.PullImageResponse
+	(*RemoveImageRequest)(nil),        // 30: dormouse.node.v1.RemoveImageRequest
+	(*RemoveImageResponse)(nil),       // 31: dormouse.node.v1.RemoveImageResponse
+	(*GetInventoryRequest)(nil),       // 32: dormouse.node.v1.GetInventoryRequest
+	(*GetInventoryResponse)(nil),      // 33: dormouse.node.v1.GetInventoryResponse
+	(*SandboxUse)(nil),                // 34: dormouse.node.v1.SandboxUse
+	(*Hello)(nil),                     // 35: dormouse.node.v1.Hello
+	(*Heartbeat)(nil),                 // 36: dormouse.node.v1.Heartbeat
+	(*Report)(nil),                    // 37: dormouse.node.v1.Report
+	(*SessionRequest)(nil),            // 38: dormouse.node.v1.SessionRequest
+	(*Welcome)(nil),                   // 39: dormouse.node.v1.Welcome
+	(*TicketKey)(nil),                 // 40: dormouse.node.v1.TicketKey
+	(*HeartbeatAck)(nil),              // 41: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 42: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 43: dormouse.node.v1.SessionResponse
+	nil,                               // 44: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 45: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 46: dormouse.node.v1.Heartbeat.ProblemsEntry
+	(*v1.SandboxSpec)(nil),            // 47: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 48: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 49: google.protobuf.Timestamp
+	(*v1.EgressPolicy)(nil),           // 50: dormouse.v1.EgressPolicy
+	(*v1.VolumeReference)(nil),        // 51: dormouse.v1.VolumeReference
+	(*durationpb.Duration)(nil),       // 52: google.protobuf.Duration
+	(*v1.SnapshotFile)(nil),           // 53: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 54: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 55: dormouse.v1.Image
+	(*v1.NodeResources)(nil),          // 56: dormouse.v1.NodeResources
+	(*v1.Error)(nil),                  // 57: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	44, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	41, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	47, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	44, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	45, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	46, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	48, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	49, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
 	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
-	3,  // 8: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 9: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 10: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	11, // 11: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	47, // 12: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	48, // 13: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	49, // 14: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	46, // 15: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
-	0,  // 16: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	48, // 17: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
-	3,  // 18: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 19: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	48, // 20: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
-	3,  // 21: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 22: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 23: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 24: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 25: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	22, // 26: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
-	0,  // 27: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 28: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	50, // 29: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	51, // 30: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	0,  // 31: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 32: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
-	11, // 33: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
-	22, // 34: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	51, // 35: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	48, // 36: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
-	42, // 37: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	52, // 38: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	52, // 39: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
-	30, // 40: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
-	31, // 41: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	43, // 42: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	52, // 43: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	51, // 44: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	31, // 45: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 46: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	32, // 47: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	33, // 48: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	34, // 49: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	48, // 50: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	37, // 51: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	37, // 52: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	53, // 53: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	36, // 54: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	38, // 55: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	39, // 56: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 57: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 58: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	7,  // 59: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	9,  // 60: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	12, // 61: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	14, // 62: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	16, // 63: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	18, // 64: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	20, // 65: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	23, // 66: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	25, // 67: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	27, // 68: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	29, // 69: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	35, // 70: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 71: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	6,  // 72: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	8,  // 73: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	10, // 74: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	13, // 75: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	15, // 76: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	17, // 77: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	19, // 78: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	21, // 79: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	24, // 80: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	26, // 81: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	28, // 82: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	30, // 83: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	40, // 84: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	71, // [71:85] is the sub-list for method output_type
-	57, // [57:71] is the sub-list for method input_type
-	57, // [57:57] is the sub-list for extension type_name
-	57, // [57:57] is the sub-list for extension extendee
-	0,  // [0:57] is the sub-list for field type_name
+	6,  // 8: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
+	50, // 9: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
+	3,  // 10: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 11: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 12: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	12, // 13: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
+	51, // 14: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	52, // 15: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	53, // 16: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	49, // 17: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	0,  // 18: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	52, // 19: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,  // 20: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 21: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	52, // 22: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,  // 23: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 24: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 25: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 26: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	50, // 27: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	3,  // 28: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 29: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 30: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	25, // 31: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
+	0,  // 32: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 33: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
+	54, // 34: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	55, // 35: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	0,  // 36: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 37: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
+	12, // 38: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
+	25, // 39: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
+	55, // 40: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	52, // 41: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	45, // 42: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	56, // 43: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	56, // 44: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	33, // 45: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
+	34, // 46: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
+	46, // 47: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	56, // 48: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	55, // 49: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	34, // 50: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 51: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	35, // 52: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	36, // 53: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	37, // 54: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	52, // 55: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	40, // 56: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	40, // 57: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	57, // 58: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	39, // 59: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	41, // 60: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	42, // 61: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	1,  // 62: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 63: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,  // 64: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10, // 65: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13, // 66: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15, // 67: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17, // 68: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19, // 69: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	21, // 70: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	23, // 71: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	26, // 72: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	28, // 73: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	30, // 74: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	32, // 75: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	38, // 76: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 77: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,  // 78: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,  // 79: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11, // 80: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14, // 81: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16, // 82: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18, // 83: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20, // 84: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	22, // 85: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	24, // 86: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	27, // 87: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	29, // 88: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	31, // 89: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	33, // 90: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	43, // 91: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	77, // [77:92] is the sub-list for method output_type
+	62, // [62:77] is the sub-list for method input_type
+	62, // [62:62] is the sub-list for extension type_name
+	62, // [62:62] is the sub-list for extension extendee
+	0,  // [0:62] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -3058,16 +3251,16 @@ func file_dormouse_node_v1_node_proto_init() {
 		return
 	}
 	file_dormouse_node_v1_node_proto_msgTypes[3].OneofWrappers = []any{}
-	file_dormouse_node_v1_node_proto_msgTypes[26].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[29].OneofWrappers = []any{
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[35].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[38].OneofWrappers = []any{
 		(*SessionRequest_Hello)(nil),
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[40].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[43].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
@@ -3078,7 +3271,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   44,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

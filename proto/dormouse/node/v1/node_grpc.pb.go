@@ -26,6 +26,7 @@ const (
 	AgentService_PauseSandbox_FullMethodName      = "/dormouse.node.v1.AgentService/PauseSandbox"
 	AgentService_HibernateSandbox_FullMethodName  = "/dormouse.node.v1.AgentService/HibernateSandbox"
 	AgentService_ResumeSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/ResumeSandbox"
+	AgentService_UpdateSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/UpdateSandbox"
 	AgentService_DeleteSnapshot_FullMethodName    = "/dormouse.node.v1.AgentService/DeleteSnapshot"
 	AgentService_CreateVolume_FullMethodName      = "/dormouse.node.v1.AgentService/CreateVolume"
 	AgentService_DeleteVolume_FullMethodName      = "/dormouse.node.v1.AgentService/DeleteVolume"
@@ -61,6 +62,9 @@ type AgentServiceClient interface {
 	HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*HibernateSandboxResponse, error)
 	// ResumeSandbox returns when the sandbox runs. One that could not be restored stays Hibernated.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
+	// UpdateSandbox puts in force what a sandbox may reach, at once for one that runs or is paused, and before it runs for one that is
+	// hibernated. A generation below that which the node has changes nothing.
+	UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error)
 	// DeleteSnapshot returns when the artefact's absence was observed.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
 	// CreateVolume makes or copies a volume.
@@ -144,6 +148,16 @@ func (c *agentServiceClient) ResumeSandbox(ctx context.Context, in *ResumeSandbo
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ResumeSandboxResponse)
 	err := c.cc.Invoke(ctx, AgentService_ResumeSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *agentServiceClient) UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UpdateSandboxResponse)
+	err := c.cc.Invoke(ctx, AgentService_UpdateSandbox_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -246,6 +260,9 @@ type AgentServiceServer interface {
 	HibernateSandbox(context.Context, *HibernateSandboxRequest) (*HibernateSandboxResponse, error)
 	// ResumeSandbox returns when the sandbox runs. One that could not be restored stays Hibernated.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
+	// UpdateSandbox puts in force what a sandbox may reach, at once for one that runs or is paused, and before it runs for one that is
+	// hibernated. A generation below that which the node has changes nothing.
+	UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error)
 	// DeleteSnapshot returns when the artefact's absence was observed.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
 	// CreateVolume makes or copies a volume.
@@ -285,6 +302,9 @@ func (UnimplementedAgentServiceServer) HibernateSandbox(context.Context, *Hibern
 }
 func (UnimplementedAgentServiceServer) ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResumeSandbox not implemented")
+}
+func (UnimplementedAgentServiceServer) UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateSandbox not implemented")
 }
 func (UnimplementedAgentServiceServer) DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteSnapshot not implemented")
@@ -451,6 +471,24 @@ func _AgentService_ResumeSandbox_Handler(srv interface{}, ctx context.Context, d
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AgentService_UpdateSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UpdateSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).UpdateSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_UpdateSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).UpdateSandbox(ctx, req.(*UpdateSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _AgentService_DeleteSnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteSnapshotRequest)
 	if err := dec(in); err != nil {
@@ -586,6 +624,10 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ResumeSandbox",
 			Handler:    _AgentService_ResumeSandbox_Handler,
+		},
+		{
+			MethodName: "UpdateSandbox",
+			Handler:    _AgentService_UpdateSandbox_Handler,
 		},
 		{
 			MethodName: "DeleteSnapshot",
