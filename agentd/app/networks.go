@@ -37,7 +37,9 @@ func (a *App) openNetworks() (networks, error) {
 	var held []network.Held
 	for _, rec := range all {
 		if rec.Address != "" {
-			held = append(held, network.Held{UID: rec.UID, Address: rec.Address, Kept: rec.Intent == nodestate.IntentKeep, Egress: rec.Spec.Egress})
+			// A hibernated one has no network until it wakes.
+			kept := rec.Intent == nodestate.IntentKeep && rec.Phase != sandbox.Hibernated
+			held = append(held, network.Held{UID: rec.UID, Address: rec.Address, Kept: kept, Egress: rec.Spec.Egress})
 		}
 	}
 	// Of this node's records: no two agentds have the same.

@@ -104,6 +104,11 @@ func (n *node) HibernateSandbox(ctx context.Context, uid string, ifUnusedFor tim
 	return observed(rec), err
 }
 
+func (n *node) SetEgress(ctx context.Context, uid string, generation int64, egress *sandbox.Egress) (api.Observed, error) {
+	rec, err := n.run.SetEgress(ctx, uid, generation, egress)
+	return observed(rec), err
+}
+
 func (n *node) ResumeSandbox(ctx context.Context, uid string) (api.Observed, error) {
 	rec, err := n.run.Resume(ctx, uid)
 	return observed(rec), err

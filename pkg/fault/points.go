@@ -57,7 +57,9 @@ func Agentd() []string {
 		// The outbound network: the table at the start, a device for the pool, a sandbox's policy, and back.
 		after("network", "table", "link"),
 		around("network", "policy"),
-		after("network", "unpolicy", "unlink"),
+		after("network", "repolicy", "unpolicy", "unlink"),
+		// Another policy while it lives: recorded, in force, and that it is.
+		after("egress", "intent", "policy", "record"),
 		// Images: the pull into containerd, the conversion, and who holds the result.
 		after("image", "pull", "stage", "build", "file", "record", "alias", "hold", "release"),
 		after("image", "unrecord", "unlink", "layers"),
@@ -76,7 +78,7 @@ func Agentd() []string {
 func Coordinator() []string {
 	return slices.Concat(
 		around("commit", "send"),
-		around("node", "start", "restore", "checkpoint", "pause", "resume", "hibernate", "delete", "delete-snapshot", "delete-volume", "volume"),
+		around("node", "start", "restore", "checkpoint", "pause", "resume", "hibernate", "update", "delete", "delete-snapshot", "delete-volume", "volume"),
 		around("operation", "drive"),
 		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
 	)

@@ -67,6 +67,9 @@ func matrix() []row {
 		"network.policy.after+network.unpolicy.after", "start.network.after+network.unlink.after")...)
 	add(agentd, "restore-outbound", restoreOutbound, "network.policy.after", "restore.network.after", "restore.runtime.after")
 	add(agentd, "delete-outbound", removeOutbound, of("network.unpolicy", "network.unlink")...)
+	add(agentd, "update-egress", updateEgress, append(of("egress."), "network.repolicy.after", "command.keep.before", "command.keep.after",
+		"egress.intent.after+network.table.after", "egress.policy.after+egress.intent.after")...)
+	add(agentd, "update-egress-hibernated", updateEgressHibernated, of("egress.")...)
 	for _, p := range []string{"network.table.after", "network.link.after"} {
 		all = append(all, row{name: "boot", daemon: agentd, do: nothing, points: []string{p}, boot: true})
 	}
@@ -107,6 +110,7 @@ func coordinatorRows() []row {
 		{"resume", resume, []string{"resume"}},
 		{"hibernate", hibernate, []string{"hibernate"}},
 		{"wake", wake, []string{"resume"}},
+		{"update-egress", updateEgress, []string{"update"}},
 		{"fork", fork, []string{"checkpoint", "volume", "restore"}},
 		{"delete", remove, []string{"delete"}},
 		{"delete-snapshot", dropSnapshot, []string{"delete-snapshot"}},

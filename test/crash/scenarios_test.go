@@ -3,7 +3,10 @@ package crash
 import (
 	"context"
 	"fmt"
+	"net"
 	"strings"
+
+	"google.golang.org/protobuf/types/known/fieldmaskpb"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/uid"
@@ -120,6 +123,53 @@ func restoreOutbound(w *world) operation {
 			w.drop(source, made)
 			w.ok(gone(snap.Delete(w.ctx, "")))
 		},
+	}
+}
+
+// visits tells whether a sandbox reaches the registry, which stands for the rest of the world.
+func (w *world) visits(s *client.Sandbox) bool {
+	w.Helper()
+	host, port, err := net.SplitHostPort(w.RegistryHost())
+	w.ok(err)
+	out, err := cluster.Exec(w.ctx, s, "sh", "-c", `printf 'GET / HTTP/1.0\r\n\r\n' | nc -w 20 "$1" "$2" 2>&1 || true`, "sh", host, port)
+	w.ok(err)
+	return strings.Contains(string(out), "HTTP/1")
+}
+
+// updateEgress closes what a sandbox could reach.
+func updateEgress(w *world) operation { return changeEgress(w, func(*client.Sandbox) {}) }
+
+// updateEgressHibernated is one that is on the disk meanwhile.
+func updateEgressHibernated(w *world) operation {
+	return changeEgress(w, func(s *client.Sandbox) { w.ok(s.Hibernate(w.ctx, "")) })
+}
+
+func changeEgress(w *world, before func(*client.Sandbox)) operation {
+	s, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: w.outbound()})
+	w.ok(err)
+	if !w.visits(s) {
+		w.Fatal("it reaches nothing")
+	}
+	before(s)
+	id := uid.New()
+	return operation{
+		id: id,
+		run: func(ctx context.Context) error {
+			return s.Update(ctx, &dormousev1.UpdateSandboxRequest{OperationId: id, UpdateMask: &fieldmaskpb.FieldMask{Paths: []string{"egress"}},
+				Egress: &dormousev1.EgressPolicy{DefaultAction: dormousev1.EgressAction_EGRESS_ACTION_DENY}})
+		},
+		check: func() {
+			w.ok(s.Resume(w.ctx, ""))
+			if w.visits(s) {
+				w.Fatal("it reaches what it is not to")
+			}
+			w.ok(s.Refresh(w.ctx))
+			if has, saw := s.Last.GetMeta().GetGeneration(), s.Last.GetStatus().GetObservedGeneration(); has != 2 || saw != 2 {
+				w.Fatalf("its generation is %d, observed is %d", has, saw)
+			}
+			w.connects(s)
+		},
+		clean: func() { w.drop(s) },
 	}
 }
 

@@ -37,6 +37,8 @@ type Runner interface {
 	PauseSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (Observed, error)
 	ResumeSandbox(ctx context.Context, uid string) (Observed, error)
 	HibernateSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (Observed, error)
+	// SetEgress changes what a sandbox may reach; a generation below the node's changes nothing.
+	SetEgress(ctx context.Context, uid string, generation int64, egress *sandbox.Egress) (Observed, error)
 }
 
 // Observed is what the node tells of a sandbox.
@@ -95,19 +97,26 @@ type Server struct {
 
 // repeats are the methods that answer the same when they are done again after a success: a sandbox's
 // record names the command that made it, and what is deleted stays so.
-var repeats = map[string]bool{"StartSandbox": true, "RestoreSandbox": true, "DeleteSandbox": true}
+var repeats = map[string]bool{"StartSandbox": true, "RestoreSandbox": true, "UpdateSandbox": true, "DeleteSandbox": true}
 
-// command makes the command of a request. The body's digest leaves out what differs between retries, and
-// the values of secrets, whose digest would be a way to guess them.
+// command makes the command of a request. The body's digest leaves out what differs between retries: what an update may have changed of
+// a sandbox since it was asked for the first time. And the values of secrets, whose digest would be a way to guess them.
 func command(kind string, c *nodev1.Command, body proto.Message) (runner.Command, error) {
 	cmd := runner.Command{Coordinator: fence.Epoch(c.GetCoordinatorEpoch()), Session: fence.Epoch(c.GetSessionEpoch()), ID: c.GetCommandId(), Kind: kind, Repeats: repeats[kind]}
 	clean := proto.Clone(body)
 	m := clean.ProtoReflect()
 	m.Clear(m.Descriptor().Fields().ByName("command"))
-	if start, ok := clean.(*nodev1.StartSandboxRequest); ok {
-		for name := range start.GetSecretEnv() {
-			start.SecretEnv[name] = ""
+	switch made := clean.(type) {
+	case *nodev1.StartSandboxRequest:
+		for name := range made.GetSecretEnv() {
+			made.SecretEnv[name] = ""
 		}
+		made.Generation = 0
+		if spec := made.GetSpec(); spec != nil {
+			spec.Lifetime, spec.IdleTimeout, spec.OnIdle, spec.WakeOnUse, spec.Egress = nil, nil, 0, false, nil
+		}
+	case *nodev1.RestoreSandboxRequest:
+		made.Generation, made.Network = 0, nil
 	}
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(clean)
 	if err != nil {
@@ -203,12 +212,51 @@ func (s *Server) RestoreSandbox(ctx context.Context, req *nodev1.RestoreSandboxR
 		}
 		volumes = append(volumes, snapshot.VolumeReference{VolumeUID: v.GetVolumeUid(), Path: v.GetPath(), ReadOnly: v.GetReadOnly()})
 	}
+	network, err := networkOf(req.GetNetwork())
+	if err != nil {
+		return nil, err
+	}
 	resp := &nodev1.RestoreSandboxResponse{}
 	return run(ctx, s, "RestoreSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
 		o, err := s.Runner.RestoreSandbox(ctx, runner.RestoreRequest{
 			UID: req.GetUid(), Tenant: req.GetCommand().GetTenant(), Name: req.GetName(), Generation: req.GetGeneration(),
-			CommandID: req.GetCommand().GetCommandId(), SnapshotUID: req.GetSnapshotUid(), Volumes: volumes, Hostname: req.GetHostname(),
+			CommandID: req.GetCommand().GetCommandId(), SnapshotUID: req.GetSnapshotUid(), Volumes: volumes, Hostname: req.GetHostname(), Network: network,
 		})
+		if err == nil {
+			resp.Sandbox = o.Proto()
+		}
+		return err
+	})
+}
+
+func egressOf(p *dormousev1.EgressPolicy) (*sandbox.Egress, error) {
+	egress, err := wire.EgressFromProto(p)
+	if err != nil {
+		return nil, err
+	}
+	return egress, wire.FromProblem(egress.Validate("egress"))
+}
+
+func networkOf(p *nodev1.RestoreNetwork) (*runner.NetworkRequest, error) {
+	if p == nil {
+		return nil, nil //nolint:nilnil // the snapshot's
+	}
+	egress, err := egressOf(p.GetEgress())
+	return &runner.NetworkRequest{Egress: egress}, err
+}
+
+// UpdateSandbox implements AgentService.
+func (s *Server) UpdateSandbox(ctx context.Context, req *nodev1.UpdateSandboxRequest) (*nodev1.UpdateSandboxResponse, error) {
+	egress, err := egressOf(req.GetEgress())
+	if err := first(err, checkUID("uid", req.GetUid())); err != nil {
+		return nil, err
+	}
+	if req.GetGeneration() < 1 {
+		return nil, errs.New(errs.InvalidField, "generation: from 1 on, got %d", req.GetGeneration()).With("field", "generation")
+	}
+	resp := &nodev1.UpdateSandboxResponse{}
+	return run(ctx, s, "UpdateSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
+		o, err := s.Runner.SetEgress(ctx, req.GetUid(), req.GetGeneration(), egress)
 		if err == nil {
 			resp.Sandbox = o.Proto()
 		}

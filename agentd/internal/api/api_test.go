@@ -37,7 +37,10 @@ func (b *book) Do(ctx context.Context, cmd runner.Command, run func(ctx context.
 func (b *book) Admit(context.Context, runner.Command) error { return nil }
 
 // node notes what reaches it.
-type node struct{ started []runner.StartRequest }
+type node struct {
+	started []runner.StartRequest
+	egress  *sandbox.Egress
+}
 
 func (n *node) StartSandbox(_ context.Context, req runner.StartRequest) (Observed, error) {
 	n.started = append(n.started, req)
@@ -54,6 +57,10 @@ func (n *node) DeleteSnapshot(context.Context, string) error { return nil }
 
 func (n *node) PauseSandbox(_ context.Context, u string, _ time.Duration) (Observed, error) {
 	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Paused, Observation: 3}}, nil
+}
+func (n *node) SetEgress(_ context.Context, u string, generation int64, egress *sandbox.Egress) (Observed, error) {
+	n.egress = egress
+	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Running, Observation: 6, ObservedGeneration: generation}}, nil
 }
 func (n *node) ResumeSandbox(_ context.Context, u string) (Observed, error) {
 	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Running, Observation: 4}}, nil
@@ -101,6 +108,12 @@ func TestADigestIsOfTheBodyAlone(t *testing.T) {
 		"epochs":  {func(r *nodev1.StartSandboxRequest) { r.Command.CoordinatorEpoch, r.Command.SessionEpoch = 9, 9 }, true},
 		"request": {func(r *nodev1.StartSandboxRequest) { r.Command.RequestId = "s" }, true},
 		"secret":  {func(r *nodev1.StartSandboxRequest) { r.SecretEnv["TOKEN"] = "two" }, true},
+		// What an update may have changed meanwhile.
+		"generation": {func(r *nodev1.StartSandboxRequest) { r.Generation = 7 }, true},
+		"egress": {func(r *nodev1.StartSandboxRequest) {
+			r.Spec.Network, r.Spec.Egress = dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND, &dormousev1.EgressPolicy{}
+		}, false},
+		"wake on use": {func(r *nodev1.StartSandboxRequest) { r.Spec.WakeOnUse = true }, true},
 		"secrets": {func(r *nodev1.StartSandboxRequest) { r.SecretEnv["MORE"] = "x" }, false},
 		"tenant":  {func(r *nodev1.StartSandboxRequest) { r.Command.Tenant = "u" }, false},
 		"image":   {func(r *nodev1.StartSandboxRequest) { r.Spec.Image = "example/app:2" }, false},
@@ -141,6 +154,31 @@ func TestBadRequestsReachNobody(t *testing.T) {
 	}
 	if len(b.seen) > 0 {
 		t.Errorf("reached the runner: %v", b.seen)
+	}
+}
+
+func TestUpdateSandbox(t *testing.T) {
+	n := &node{}
+	s := &Server{Commands: &book{}, Runner: n}
+	good := func() *nodev1.UpdateSandboxRequest {
+		return &nodev1.UpdateSandboxRequest{Command: startRequest().GetCommand(), Uid: uid.New(), Generation: 3,
+			Egress: &dormousev1.EgressPolicy{DefaultAction: dormousev1.EgressAction_EGRESS_ACTION_DENY}}
+	}
+	for name, change := range map[string]func(*nodev1.UpdateSandboxRequest){
+		"uid":        func(r *nodev1.UpdateSandboxRequest) { r.Uid = "x" },
+		"generation": func(r *nodev1.UpdateSandboxRequest) { r.Generation = 0 },
+		"rule":       func(r *nodev1.UpdateSandboxRequest) { r.Egress.Allow = []*dormousev1.EgressRule{{}} },
+		"action":     func(r *nodev1.UpdateSandboxRequest) { r.Egress.DefaultAction = 9 },
+	} {
+		req := good()
+		change(req)
+		if _, err := s.UpdateSandbox(context.Background(), req); errs.ReasonOf(err) != errs.InvalidField || n.egress != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	got, err := s.UpdateSandbox(context.Background(), good())
+	if err != nil || got.GetSandbox().GetObservedGeneration() != 3 || n.egress == nil || n.egress.Default != sandbox.EgressDeny {
+		t.Errorf("%v, %v; set %+v", got, err, n.egress)
 	}
 }
 

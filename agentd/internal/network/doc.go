@@ -41,7 +41,8 @@
 // # After a crash
 //
 // Open makes the table anew from the records, in one transaction; connections that go on are known by a
-// mark that follows from the policy. Devices of addresses that no record has are removed: idle namespaces
+// mark that follows from the policy, and those that the recorded policy forbids are ended (flows.go), as after an
+// update. Devices of addresses that no record has are removed: idle namespaces
 // ended with their agentd, and took their devices with them, so there is rarely one. Sandboxes that were
 // being made are undone by the runner, by their uid.
 //

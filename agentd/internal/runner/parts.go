@@ -64,7 +64,8 @@ type Networks interface {
 	Reserve(ctx context.Context, uid, mode string) (address string, err error)
 	// Acquire puts the policy in force and gives the namespace. Remove takes it back, also after an error.
 	Acquire(ctx context.Context, uid, mode string, egress *sandbox.Egress) (Lease, error)
-	// SetEgress puts another policy in force.
+	// SetEgress puts another policy in force, in one step, and ends the connections that it forbids. What has no network at the
+	// moment gets it by Acquire. Idempotent.
 	SetEgress(uid string, egress *sandbox.Egress) error
 	// Remove takes back all but the address, and observes that it is gone. Idempotent.
 	Remove(uid string) error

@@ -35,7 +35,12 @@ type RestoreRequest struct {
 	SnapshotUID       string
 	Volumes           []snapshot.VolumeReference
 	Hostname          string
+	// Network is what it may reach; nil is what the snapshot says.
+	Network *NetworkRequest
 }
+
+// NetworkRequest is what a sandbox may reach.
+type NetworkRequest struct{ Egress *sandbox.Egress }
 
 // Start makes a sandbox and returns when it runs and that is durable. The same command id again
 // gives the same sandbox. After an error nothing of the sandbox is left, or its removal is recorded and
@@ -109,6 +114,9 @@ func (n *Node) fits(req RestoreRequest) (*checkpoint.Manifest, *build, error) {
 func restoredRecord(req RestoreRequest, m *checkpoint.Manifest) nodestate.Sandbox {
 	spec := m.Sandbox.Clone()
 	spec.Hostname, spec.Volumes = req.Hostname, nil
+	if req.Network != nil {
+		spec.Egress = req.Network.Egress.Clone()
+	}
 	for _, v := range req.Volumes {
 		spec.Volumes = append(spec.Volumes, sandbox.VolumeMount{VolumeUID: v.VolumeUID, Path: v.Path, ReadOnly: v.ReadOnly})
 	}

@@ -317,7 +317,9 @@ func (v networks) SetEgress(uid string, egress *sandbox.Egress) error {
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.policies[uid] = egress
+	if _, has := v.policies[uid]; has {
+		v.policies[uid] = egress
+	}
 	return nil
 }
 

@@ -49,6 +49,23 @@ func TestWhatIdentifiesGoesToStandardOutputAlone(t *testing.T) {
 		strings.Join(got.GetUpdateMask().GetPaths(), " ") != "labels lifetime wake_on_use" {
 		t.Errorf("update asked %v", got)
 	}
+	policy := filepath.Join(t.TempDir(), "egress.yaml")
+	if err := os.WriteFile(policy, []byte("defaultAction: EGRESS_ACTION_DENY\nallow:\n- cidrs: [192.0.2.0/24]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ok(t, uidAt(1)+"\n", "update", "box", "--egress", policy)
+	if got := asked[*dormousev1.UpdateSandboxRequest](t, f); got.GetEgress().GetAllow()[0].GetCidrs()[0] != "192.0.2.0/24" || strings.Join(got.GetUpdateMask().GetPaths(), " ") != "egress" {
+		t.Errorf("update asked %v", got)
+	}
+	ok(t, uidAt(1)+"\n", "update", "box", "--no-egress-policy")
+	if got := asked[*dormousev1.UpdateSandboxRequest](t, f); got.GetEgress() != nil || strings.Join(got.GetUpdateMask().GetPaths(), " ") != "egress" {
+		t.Errorf("update asked %v", got)
+	}
+	for _, args := range [][]string{{"--egress", policy, "--no-egress-policy"}, {"--egress", ""}, {}} {
+		if r := dormouse(t, append([]string{"update", "box"}, args...)...); r.code != 2 {
+			t.Errorf("update %v: exit code %d: %s", args, r.code, r.err)
+		}
+	}
 	ok(t, uidAt(1)+"\n", "hibernate", "box")
 	ok(t, uidAt(1)+"\n", "resume", "box")
 	ok(t, uidAt(3)+"\n", "resume", "again", "-o", "name")

@@ -16,13 +16,15 @@ import (
 
 func updateCommand() *cli.Command {
 	return &cli.Command{
-		Name: "update", Usage: "change labels and timers of a sandbox and print its uid", ArgsUsage: "SANDBOX",
+		Name: "update", Usage: "change labels, timers and the egress policy of a sandbox and print its uid", ArgsUsage: "SANDBOX",
 		Flags: callFlags(true,
 			&cli.StringSliceFlag{Name: "label", Aliases: []string{"l"}, Usage: "KEY=VALUE to set, KEY= to remove; may be repeated"},
 			&cli.DurationFlag{Name: "idle-timeout", Usage: "how long it may be unused; 0 is for ever"},
 			&cli.StringFlag{Name: "on-idle", Usage: "what happens then: pause, hibernate or delete"},
 			&cli.DurationFlag{Name: "lifetime", Usage: "delete the sandbox this long after its creation; 0 is never"},
 			&cli.BoolFlag{Name: "wake-on-use", Usage: "exec, files and ports resume it; --wake-on-use=false: they are refused"},
+			&cli.StringFlag{Name: "egress", Usage: "YAML file with what it may reach from now on (EgressPolicy of the API); see docs/network.md"},
+			&cli.BoolFlag{Name: "no-egress-policy", Usage: "it may reach all but what is always blocked"},
 			&cli.Uint64Flag{Name: "if-revision", Usage: "only if the sandbox still has this revision"}),
 		Action: action(1, 1, func(c call) error {
 			s, err := c.client.FindSandbox(c.ctx, c.Args().First())
@@ -87,10 +89,31 @@ func updateRequest(c call, s *client.Sandbox) (*dormousev1.UpdateSandboxRequest,
 		req.WakeOnUse = c.Bool("wake-on-use")
 		req.UpdateMask.Paths = append(req.UpdateMask.Paths, "wake_on_use")
 	}
+	if c.IsSet("egress") || c.Bool("no-egress-policy") {
+		if req.Egress, err = newEgress(c); err != nil {
+			return nil, err
+		}
+		req.UpdateMask.Paths = append(req.UpdateMask.Paths, "egress")
+	}
 	if len(req.UpdateMask.Paths) == 0 {
-		return nil, command.Usage(c.Context, "say what is to change: --label, --idle-timeout, --on-idle, --lifetime or --wake-on-use")
+		return nil, command.Usage(c.Context, "say what is to change: --label, --idle-timeout, --on-idle, --lifetime, --wake-on-use, --egress or --no-egress-policy")
 	}
 	return req, nil
+}
+
+// newEgress is the policy that the flags name; nil for none.
+func newEgress(c call) (*dormousev1.EgressPolicy, error) {
+	file := c.String("egress")
+	switch {
+	case c.IsSet("egress") && c.Bool("no-egress-policy"):
+		return nil, command.Usage(c.Context, "--egress and --no-egress-policy exclude each other")
+	case !c.IsSet("egress"):
+		return nil, nil //nolint:nilnil // no policy is one
+	case file == "":
+		return nil, command.Usage(c.Context, "--egress: name a file, or use --no-egress-policy")
+	}
+	policy := new(dormousev1.EgressPolicy)
+	return policy, readFile(c, "egress", file, policy)
 }
 
 // changed prints the uid of a sandbox, or all of it.

@@ -363,6 +363,12 @@ func (n *willing) CheckpointSandbox(context.Context, string, operations.Command,
 	return snapshot.Status{SizeBytes: 1}, n.session, nil
 }
 
+func (n *willing) UpdateSandbox(_ context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	o := n.observed(c, sb.UID)
+	o.ObservedGeneration = sb.NodeGeneration
+	return o, nil
+}
+
 func (n *willing) PauseSandbox(_ context.Context, _ string, c operations.Command, u string, _ time.Duration) (operations.Observation, error) {
 	o := n.observed(c, u)
 	o.Phase = sandbox.Paused

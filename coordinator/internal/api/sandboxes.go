@@ -253,8 +253,14 @@ func updateOf(ctx context.Context, req *dormousev1.UpdateSandboxRequest) (operat
 		case "wake_on_use":
 			on := req.GetWakeOnUse()
 			u.WakeOnUse = &on
+		case "egress":
+			policy, err := wire.EgressFromProto(req.GetEgress())
+			if err != nil {
+				return u, err
+			}
+			u.Egress = &operations.EgressUpdate{Policy: policy}
 		default:
-			return u, errs.New(errs.UnknownField, "update_mask: %q cannot be changed; labels, idle_timeout, on_idle, lifetime and wake_on_use can", path).With("field", "update_mask")
+			return u, errs.New(errs.UnknownField, "update_mask: %q cannot be changed; labels, idle_timeout, on_idle, lifetime, wake_on_use and egress can", path).With("field", "update_mask")
 		}
 	}
 	return u, nil

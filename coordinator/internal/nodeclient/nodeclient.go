@@ -171,13 +171,21 @@ func (p *Pool) StartSandbox(ctx context.Context, node string, c operations.Comma
 
 // RestoreSandbox makes a sandbox from the snapshot in sb.SourceSnapshot.
 func (p *Pool) RestoreSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
-	req := &nodev1.RestoreSandboxRequest{Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, SnapshotUid: sb.SourceSnapshot, Hostname: sb.Spec.Hostname}
+	req := &nodev1.RestoreSandboxRequest{Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, SnapshotUid: sb.SourceSnapshot, Hostname: sb.Spec.Hostname,
+		Network: &nodev1.RestoreNetwork{Egress: wire.EgressToProto(sb.Spec.Egress)}}
 	for _, m := range sb.Spec.Volumes {
 		req.Volumes = append(req.Volumes, &nodev1.RestoreVolume{Path: m.Path, VolumeUid: m.VolumeUID, ReadOnly: m.ReadOnly})
 	}
 	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
 		req.Command = cmd
 		return agent.RestoreSandbox(ctx, req)
+	})
+}
+
+// UpdateSandbox returns when what the record says of the sandbox's egress is in force.
+func (p *Pool) UpdateSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		return agent.UpdateSandbox(ctx, &nodev1.UpdateSandboxRequest{Command: cmd, Uid: sb.UID, Generation: sb.NodeGeneration, Egress: wire.EgressToProto(sb.Spec.Egress)})
 	})
 }
 

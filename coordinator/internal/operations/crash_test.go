@@ -116,6 +116,10 @@ func scenes() []scene {
 			must(pause(u)(context.Background(), e, call("")))(t)
 			return resume(u)
 		}},
+		{name: "set the egress", setUp: func(t *testing.T, e *term) run { return setEgress(madeOutbound(t, e)) }},
+		{name: "setting the egress fails", want: errs.InvalidField, fail: refuse("update", errs.InvalidField), setUp: func(t *testing.T, e *term) run {
+			return setEgress(madeOutbound(t, e))
+		}},
 		{name: "restore with a clone", setUp: func(t *testing.T, e *term) run {
 			snap := madeSnapshot(t, e, madeSandbox(t, e, madeVolume(t, e, "data")))
 			return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {

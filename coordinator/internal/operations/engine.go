@@ -246,6 +246,8 @@ func (e *Engine) step(ctx context.Context, t *task) error {
 		return e.driveCheckpoint(ctx, t)
 	case KindPauseSandbox, KindHibernateSandbox, KindResumeSandbox:
 		return e.driveTurn(ctx, t)
+	case KindUpdateSandbox:
+		return e.driveUpdate(ctx, t)
 	case KindCreateVolume:
 		return e.driveVolume(ctx, t)
 	}

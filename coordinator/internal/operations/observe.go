@@ -26,9 +26,8 @@ func (e *Engine) observe(sb *records.Sandbox, o Observation) bool {
 			*to = from
 		}
 	}
-	if o.ObservedGeneration > st.ObservedGeneration {
-		st.ObservedGeneration = o.ObservedGeneration
-	}
+	st.ObservedGeneration = max(st.ObservedGeneration, o.ObservedGeneration)
+	sb.CatchUp()
 	if !o.StartTime.IsZero() {
 		st.StartTime = o.StartTime
 	}

@@ -58,6 +58,7 @@ type Observation struct {
 type Agents interface {
 	StartSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox, secretEnv map[string]string) (Observation, error)
 	RestoreSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox) (Observation, error)
+	UpdateSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox) (Observation, error)
 	DeleteSandbox(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)
 	CheckpointSandbox(ctx context.Context, node string, c Command, uid, snapshotUID string) (snapshot.Status, fence.Epoch, error)
 	PauseSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)

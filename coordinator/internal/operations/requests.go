@@ -77,6 +77,12 @@ type UpdateSandbox struct {
 	WakeOnUse  *bool               `json:"wake_on_use,omitempty"`
 	Idle       *time.Duration      `json:"idle_timeout,omitempty"`
 	OnIdle     *sandbox.IdleAction `json:"on_idle,omitempty"`
+	Egress     *EgressUpdate       `json:"egress,omitempty"`
+}
+
+// EgressUpdate is what a sandbox may reach from now on; no policy is all but what is always blocked.
+type EgressUpdate struct {
+	Policy *sandbox.Egress `json:"policy,omitempty"`
 }
 
 // Turn is a request to change the phase of a sandbox.

@@ -50,7 +50,7 @@ func newWorld(t *testing.T) *world { return newWorldOn(t, memory.New(memory.Opti
 // newWorldOn has its catalog in a store, which it closes.
 func newWorldOn(t *testing.T, store catalog.Store) *world {
 	w := &world{t: t, store: store, down: make(chan struct{}), gone: make(chan struct{})}
-	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, paused: map[string]bool{}, asleep: map[string]bool{}, answers: map[string]answer{}, epoch: 0}
+	w.node = &fakeNode{name: "n1", sandboxes: map[string]bool{}, snapshots: map[string]bool{}, volumes: map[string]bool{}, paused: map[string]bool{}, asleep: map[string]bool{}, generations: map[string]int64{}, policies: map[string]*sandbox.Egress{}, answers: map[string]answer{}, epoch: 0}
 	w.nodes = &fakeNodes{all: []placement.Node{{Name: "n1", Online: true, Allocatable: placement.Resources{CPUMillis: 100_000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40}}}}
 	t.Cleanup(func() {
 		if err := w.store.Close(); err != nil {
@@ -166,6 +166,9 @@ type fakeNode struct {
 	volumes   map[string]bool
 	paused    map[string]bool
 	asleep    map[string]bool
+	// generations and policies are those that the node has in force.
+	generations map[string]int64
+	policies    map[string]*sandbox.Egress
 	answers   map[string]answer
 	calls     []string
 	fail      func(verb, uid string) error // a final answer of the node
@@ -218,7 +221,7 @@ func (n *fakeNode) do(ctx context.Context, c operations.Command, verb, u string,
 	case n.asleep[u]:
 		phase = sandbox.Hibernated
 	}
-	a.obs = operations.Observation{UID: u, Tenant: c.Tenant, Phase: phase, ImageDigest: "sha256:image", Number: n.number, Session: n.epoch}
+	a.obs = operations.Observation{UID: u, Tenant: c.Tenant, Phase: phase, ObservedGeneration: n.generations[u], ImageDigest: "sha256:image", Number: n.number, Session: n.epoch}
 	n.answers[c.ID] = a
 	return a, n.epoch, a.err
 }
@@ -246,6 +249,7 @@ func (a crashingAgents) do(ctx context.Context, c operations.Command, verb, u st
 func (a crashingAgents) StartSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox, secrets map[string]string) (operations.Observation, error) {
 	got, _, err := a.do(ctx, c, "start", sb.UID, func() {
 		a.n.sandboxes[sb.UID] = true
+		a.n.govern(sb.UID, sb.Generation, sb.Spec.Egress)
 		a.n.secrets = secrets
 	})
 	return got.obs, err
@@ -262,8 +266,21 @@ func (a crashingAgents) RestoreSandbox(ctx context.Context, _ string, c operatio
 			}
 		}
 		a.n.sandboxes[sb.UID] = true
+		a.n.govern(sb.UID, sb.Generation, sb.Spec.Egress)
 	})
 	got.obs.RestoredFrom = sb.SourceSnapshot
+	return got.obs, err
+}
+
+// govern wants the lock.
+func (n *fakeNode) govern(u string, generation int64, egress *sandbox.Egress) {
+	if generation >= n.generations[u] {
+		n.generations[u], n.policies[u] = generation, egress
+	}
+}
+
+func (a crashingAgents) UpdateSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "update", sb.UID, func() { a.n.govern(sb.UID, sb.NodeGeneration, sb.Spec.Egress) })
 	return got.obs, err
 }
 

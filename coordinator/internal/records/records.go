@@ -75,6 +75,9 @@ type Sandbox struct {
 	Attachments []Attachment `json:"attachments,omitempty"`
 	// SourceSnapshot is what it is being made from, until it runs.
 	SourceSnapshot string `json:"source_snapshot,omitempty"`
+	// NodeGeneration is the generation of the last change that the node has to act on; the node that has observed it has observed
+	// all. 0 where there was none.
+	NodeGeneration int64 `json:"node_generation,omitempty"`
 	// Captures are the snapshots that are being taken of it.
 	Captures []string `json:"captures,omitempty"`
 	// Unnamed gives up the name's uniqueness, but not the name: set when it never ran.
@@ -166,6 +169,14 @@ func NodeKey(name string) catalog.Key { return key(catalog.SystemTenant, catalog
 
 func key(tenant string, kind catalog.Kind, uid string) catalog.Key {
 	return catalog.Key{Tenant: tenant, Kind: kind, UID: uid}
+}
+
+// CatchUp notes that the present generation is observed once the last one that concerns the node is: the others are the
+// coordinator's own to act on.
+func (s *Sandbox) CatchUp() {
+	if s.Status.ObservedGeneration > 0 && s.Status.ObservedGeneration >= s.NodeGeneration {
+		s.Status.ObservedGeneration = max(s.Status.ObservedGeneration, s.Generation)
+	}
 }
 
 // Put makes the write that replaces the revision the sandbox was read at, or creates it.

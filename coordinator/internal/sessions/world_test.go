@@ -335,6 +335,10 @@ func (a *agents) PauseSandbox(context.Context, string, operations.Command, strin
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
 
+func (a *agents) UpdateSandbox(context.Context, string, operations.Command, *records.Sandbox) (operations.Observation, error) {
+	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
+}
+
 func (a *agents) ResumeSandbox(context.Context, string, operations.Command, string) (operations.Observation, error) {
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
