@@ -114,9 +114,9 @@ func TestADigestIsOfTheBodyAlone(t *testing.T) {
 			r.Spec.Network, r.Spec.Egress = dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND, &dormousev1.EgressPolicy{}
 		}, false},
 		"wake on use": {func(r *nodev1.StartSandboxRequest) { r.Spec.WakeOnUse = true }, true},
-		"secrets": {func(r *nodev1.StartSandboxRequest) { r.SecretEnv["MORE"] = "x" }, false},
-		"tenant":  {func(r *nodev1.StartSandboxRequest) { r.Command.Tenant = "u" }, false},
-		"image":   {func(r *nodev1.StartSandboxRequest) { r.Spec.Image = "example/app:2" }, false},
+		"secrets":     {func(r *nodev1.StartSandboxRequest) { r.SecretEnv["MORE"] = "x" }, false},
+		"tenant":      {func(r *nodev1.StartSandboxRequest) { r.Command.Tenant = "u" }, false},
+		"image":       {func(r *nodev1.StartSandboxRequest) { r.Spec.Image = "example/app:2" }, false},
 	} {
 		if got := send(c.change); (got == want) != c.same {
 			t.Errorf("%s: same digest %t, want %t", name, got == want, c.same)

@@ -169,13 +169,13 @@ type fakeNode struct {
 	// generations and policies are those that the node has in force.
 	generations map[string]int64
 	policies    map[string]*sandbox.Egress
-	answers   map[string]answer
-	calls     []string
-	fail      func(verb, uid string) error // a final answer of the node
-	away      func(verb string) error      // before anything is done
-	number    uint64
-	hold      chan struct{} // StartSandbox waits for it, or for the end of its call
-	secrets   map[string]string
+	answers     map[string]answer
+	calls       []string
+	fail        func(verb, uid string) error // a final answer of the node
+	away        func(verb string) error      // before anything is done
+	number      uint64
+	hold        chan struct{} // StartSandbox waits for it, or for the end of its call
+	secrets     map[string]string
 }
 
 type answer struct {
