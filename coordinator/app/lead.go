@@ -47,9 +47,13 @@ func (a *App) campaign(ctx context.Context) {
 	}
 }
 
+// longestNap lets a lease that was released be taken soon, however long leases are.
+const longestNap = time.Second
+
 // nap waits for a part of the lease's life.
 func (a *App) nap(ctx context.Context) {
-	timer := time.NewTimer(a.cfg.Lease.TTL/6 + rand.N(a.cfg.Lease.TTL/6))
+	part := min(a.cfg.Lease.TTL/6, longestNap/2)
+	timer := time.NewTimer(part + rand.N(part))
 	defer timer.Stop()
 	select {
 	case <-timer.C:

@@ -68,6 +68,9 @@ type Options struct {
 	Log        *slog.Logger
 	// FirstPause and LongestPause bound the pauses between attempts; 200 ms and 10 s by default.
 	FirstPause, LongestPause time.Duration
+	// Silence is how long a coordinator may be silent at least, however often it asks for heartbeats: one that is busy
+	// for a moment is not left, which would cost more than to wait. 10 s by default.
+	Silence time.Duration
 }
 
 const (
@@ -93,6 +96,9 @@ func New(opts Options) *Client {
 	}
 	if opts.LongestPause == 0 {
 		opts.LongestPause = 10 * time.Second
+	}
+	if opts.Silence == 0 {
+		opts.Silence = 10 * time.Second
 	}
 	if opts.TicketKeys == nil {
 		opts.TicketKeys = func([]ticket.PublicKey) {}
@@ -238,11 +244,12 @@ type live struct {
 
 	mu      sync.Mutex
 	flights map[uint64]flight
-	heard   time.Time
+	// quiet counts heartbeats since anything was heard. Not the time: what came while this process itself stood still
+	// waits to be read, and is no silence.
+	quiet int
 }
 
 func (s *live) run(ctx context.Context, cancel context.CancelCauseFunc) error {
-	s.heard = time.Now()
 	received := make(chan error, 1)
 	go func() {
 		err := s.receive(ctx)
@@ -266,8 +273,8 @@ func (s *live) send(ctx context.Context) error {
 			return nil
 		case <-s.c.Node.Changed():
 		case <-tick.C:
-			if s.silent() {
-				return errs.New(errs.NoLeader, "the coordinator has been silent for %d heartbeats", missed)
+			if n := s.unheard(); n > missed && time.Duration(n)*s.interval > s.c.Silence {
+				return errs.New(errs.NoLeader, "the coordinator has been silent for %d heartbeats", n)
 			}
 			beat, err := s.c.Node.Heartbeat(ctx)
 			if err != nil {
@@ -285,10 +292,12 @@ func (s *live) send(ctx context.Context) error {
 	}
 }
 
-func (s *live) silent() bool {
+// unheard counts one more heartbeat, and gives how many there were since anything was heard.
+func (s *live) unheard() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return time.Since(s.heard) > missed*s.interval
+	s.quiet++
+	return s.quiet
 }
 
 // reports sends what is due and was not sent in this interval.
@@ -335,7 +344,7 @@ func (s *live) receive(ctx context.Context) error {
 			return err
 		}
 		s.mu.Lock()
-		s.heard = time.Now()
+		s.quiet = 0
 		s.mu.Unlock()
 		if ack := msg.GetHeartbeatAck(); ack != nil {
 			s.c.TicketKeys(keysOf(ack.GetTicketKeys()))

@@ -95,7 +95,7 @@ func welcome(coordinator, session uint64) *nodev1.SessionResponse {
 		CoordinatorEpoch: coordinator, SessionEpoch: session, HeartbeatInterval: durationpb.New(10 * time.Millisecond)}}}
 }
 
-func run(t *testing.T, s *site, serve func(n int, stream nodev1.SessionService_SessionServer) error) *Client {
+func run(t *testing.T, s *site, serve func(n int, stream nodev1.SessionService_SessionServer) error, change ...func(*Options)) *Client {
 	t.Helper()
 	l := bufconn.Listen(1 << 20)
 	server := grpc.NewServer()
@@ -108,7 +108,11 @@ func run(t *testing.T, s *site, serve func(n int, stream nodev1.SessionService_S
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	c := New(Options{Conns: []grpc.ClientConnInterface{refusing{}, conn}, Store: s, Node: s, FirstPause: time.Millisecond, LongestPause: 5 * time.Millisecond})
+	opts := Options{Conns: []grpc.ClientConnInterface{refusing{}, conn}, Store: s, Node: s, FirstPause: time.Millisecond, LongestPause: 5 * time.Millisecond, Silence: time.Hour}
+	for _, f := range change {
+		f(&opts)
+	}
+	c := New(opts)
 	group.Go(func() { c.Run(ctx) })
 	t.Cleanup(func() {
 		cancel()
@@ -121,7 +125,7 @@ func run(t *testing.T, s *site, serve func(n int, stream nodev1.SessionService_S
 
 func eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
@@ -236,7 +240,7 @@ func TestASilentCoordinatorIsLeft(t *testing.T) {
 		}
 		<-stream.Context().Done()
 		return stream.Context().Err()
-	})
+	}, func(o *Options) { o.Silence = time.Millisecond })
 	eventually(t, "a new session", func() bool { return c.Epoch() >= 3 })
 }
 

@@ -214,11 +214,15 @@ func TestQueueIsBounded(t *testing.T) {
 	s, owner := inMemory(t)
 	registry := prometheus.NewRegistry()
 	q := start(t, publish.Options{Store: s, Admitted: 1, Waiting: 2, Metrics: registry})
-	goOn := make(chan struct{})
+	admitted, goOn := make(chan struct{}, 3), make(chan struct{})
 	var wg sync.WaitGroup
-	for range 3 {
+	for i := range 3 {
+		if i == 1 {
+			<-admitted // until then the first waits, too
+		}
 		wg.Go(func() {
 			_, err := q.Publish(t.Context(), func(context.Context, catalog.Reader) (catalog.Commit, error) {
+				admitted <- struct{}{}
 				<-goOn
 				return catalog.Commit{Owner: owner}, nil
 			})

@@ -222,18 +222,25 @@ func ended(ctx context.Context) error {
 	return errs.Wrap(cause, errs.NoLeader, "the coordinator stopped leading; dial again")
 }
 
-// watch ends the session when the heartbeats stop.
+// watch ends the session when the heartbeats stop. It looks twice in the time of each and counts, instead of
+// measuring: a beat that came while this process itself stood still is yet to be read, and no silence.
 func (r *Registry) watch(s *session) {
-	limit := r.cfg.Heartbeat * time.Duration(r.cfg.Missed)
 	ticker := time.NewTicker(max(r.cfg.Heartbeat/2, time.Millisecond))
 	defer ticker.Stop()
+	last, looks := s.beat.Load(), 0
 	for {
 		select {
 		case <-s.ctx.Done():
 			return
 		case <-ticker.C:
 		}
-		if silent := time.Since(*s.beat.Load()); silent > limit {
+		beat := s.beat.Load()
+		if beat != last {
+			last, looks = beat, 0
+			continue
+		}
+		if looks++; looks > 2*r.cfg.Missed {
+			silent := time.Since(*beat)
 			s.cancel(errs.New(errs.NodeAway, "node %s was silent for %s; dial again", s.node, silent.Round(time.Millisecond)).With("node", s.node))
 			return
 		}

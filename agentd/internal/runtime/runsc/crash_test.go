@@ -141,6 +141,7 @@ func TestB18_AgentKilledDuringStart(t *testing.T) {
 				t.Fatalf("list %+v, want %s", list, cfg.ID)
 			}
 			must(t, n.d.Delete(ctx, cfg.ID))
+			n.reapCommand(t, "create", cfg.ID) // one that ended by itself before it could be killed
 			if left := n.leftovers(t); len(left) > 0 {
 				t.Fatalf("left behind: %v", left)
 			}
