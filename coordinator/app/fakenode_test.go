@@ -32,12 +32,15 @@ type fakeNode struct {
 	done  chan struct{}
 	words map[string]chan string // what ReadOutput says of a process
 	ports map[uint32]string      // where what listens inside is
+	hold  chan struct{}          // a resume waits for it, if it is not nil
 
 	mu        sync.Mutex
 	sandboxes map[string]*nodev1.SandboxObservation
 	snapshots map[string]*nodev1.SnapshotObservation
 	volumes   map[string]*nodev1.VolumeObservation
 	number    uint64
+	asked     int                       // to resume
+	turns     []dormousev1.SandboxPhase // what pauses and resumes came to
 	commands  []*nodev1.Command
 	epoch     uint64 // highest coordinator epoch seen
 
@@ -203,6 +206,57 @@ func (n *fakeNode) DeleteSandbox(_ context.Context, req *nodev1.DeleteSandboxReq
 	return &nodev1.DeleteSandboxResponse{}, n.take(req.GetCommand())
 }
 
+// turn makes a sandbox one of a phase, if the node has it.
+func (n *fakeNode) turn(c *nodev1.Command, uid string, to dormousev1.SandboxPhase) (*nodev1.SandboxObservation, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err := n.take(c); err != nil {
+		return nil, err
+	}
+	was := n.sandboxes[uid]
+	if was == nil {
+		return nil, errs.New(errs.StaleUID, "no sandbox %s", uid)
+	}
+	n.number++
+	now := proto.CloneOf(was)
+	now.Phase, now.Observation = to, n.number
+	n.sandboxes[uid] = now
+	n.turns = append(n.turns, to)
+	return now, nil
+}
+
+func (n *fakeNode) PauseSandbox(_ context.Context, req *nodev1.PauseSandboxRequest) (*nodev1.PauseSandboxResponse, error) {
+	o, err := n.turn(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED)
+	return &nodev1.PauseSandboxResponse{Sandbox: o}, err
+}
+
+func (n *fakeNode) ResumeSandbox(ctx context.Context, req *nodev1.ResumeSandboxRequest) (*nodev1.ResumeSandboxResponse, error) {
+	n.mu.Lock()
+	n.asked++
+	n.mu.Unlock()
+	if n.hold != nil {
+		select {
+		case <-n.hold:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	o, err := n.turn(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING)
+	return &nodev1.ResumeSandboxResponse{Sandbox: o}, err
+}
+
+// AttachProcess opens, and ends.
+func (n *fakeNode) AttachProcess(ss grpc.BidiStreamingServer[dormousev1.AttachProcessRequest, dormousev1.AttachProcessResponse]) error {
+	if _, err := ss.Recv(); err != nil {
+		return err
+	}
+	return ss.Send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Opened{Opened: &dormousev1.AttachOpened{}}})
+}
+
+func (n *fakeNode) ListProcesses(context.Context, *dormousev1.ListProcessesRequest) (*dormousev1.ListProcessesResponse, error) {
+	return &dormousev1.ListProcessesResponse{Processes: []*dormousev1.Process{{ProcessId: "p1"}}}, nil
+}
+
 func (n *fakeNode) CheckpointSandbox(_ context.Context, req *nodev1.CheckpointSandboxRequest) (*nodev1.CheckpointSandboxResponse, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -314,28 +368,4 @@ func (n *fakeNode) ForwardPort(stream grpc.BidiStreamingServer[dormousev1.Forwar
 			return nil
 		}
 	}
-}
-
-// change gives a sandbox another phase.
-func (n *fakeNode) change(c *nodev1.Command, uid string, phase dormousev1.SandboxPhase) (*nodev1.SandboxObservation, error) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if err := n.take(c); err != nil {
-		return nil, err
-	}
-	n.number++
-	o := proto.CloneOf(n.sandboxes[uid])
-	o.Phase, o.Observation = phase, n.number
-	n.sandboxes[uid] = o
-	return o, nil
-}
-
-func (n *fakeNode) PauseSandbox(_ context.Context, req *nodev1.PauseSandboxRequest) (*nodev1.PauseSandboxResponse, error) {
-	o, err := n.change(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_PAUSED)
-	return &nodev1.PauseSandboxResponse{Sandbox: o}, err
-}
-
-func (n *fakeNode) ResumeSandbox(_ context.Context, req *nodev1.ResumeSandboxRequest) (*nodev1.ResumeSandboxResponse, error) {
-	o, err := n.change(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING)
-	return &nodev1.ResumeSandboxResponse{Sandbox: o}, err
 }

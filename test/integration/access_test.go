@@ -30,6 +30,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+	"github.com/dormouse-run/dormouse/test/cluster"
 	"github.com/dormouse-run/dormouse/test/fabric"
 )
 
@@ -409,5 +410,48 @@ func TestPortRoute(t *testing.T) {
 	w.ok(err)
 	if a := w.rest(w.key, "GET", "/v1/sandboxes/"+copies[0].UID+"/ports/8080/", ""); a.status != 200 || string(a.body) != "hello\n" {
 		t.Errorf("a fork: %d %s", a.status, a.body)
+	}
+}
+
+// TestWakeThroughAStandby: use of a hibernated sandbox through a coordinator that does not lead wakes it, whatever kind of stream
+// it is.
+func TestWakeThroughAStandby(t *testing.T) {
+	w := enter(t)
+	w.ok(w.StartStandbyReady(w.ctx))
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := w.StopStandby(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	spec := w.spec()
+	spec.WakeOnUse = true
+	s := w.create(spec)
+	seen := w.clientTo(client.Config{Addr: "unix://" + w.StandbySocket()}).Sandbox(s.UID)
+	for name, use := range map[string]func() error{
+		"run": func() error { _, err := cluster.Exec(w.ctx, seen, "true"); return err },
+		"run with input": func() error {
+			_, _, err := seen.Run(w.ctx, &dormousev1.ProcessSpec{Argv: []string{"cat"}}, strings.NewReader("in"), &client.Output{}, nil)
+			return err
+		},
+		"write": func() error {
+			_, err := seen.Files().Write(w.ctx, "/root/file", strings.NewReader("content"), client.WriteOptions{})
+			return err
+		},
+		"a port": func() error {
+			if _, err := seen.Dial(w.ctx, 7); !errs.Has(err, errs.PortClosed) { // as the sandbox says
+				return fmt.Errorf("nothing listens there: %w", err)
+			}
+			return nil
+		},
+	} {
+		w.ok(s.Hibernate(w.ctx, ""))
+		if err := use(); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if got := w.phase(s); got != running {
+			t.Fatalf("%s: it is %s", name, got)
+		}
 	}
 }

@@ -60,9 +60,10 @@ type Streams interface {
 	Conn(ctx context.Context, p nodeclient.Place, bulk bool) (*grpc.ClientConn, error)
 }
 
-// Leader answers calls in the name of the caller in the context, or NO_LEADER.
+// Leader makes a call of the public API in the caller's name where it can be answered: here, or at the leader where the answer here is
+// NO_LEADER.
 type Leader interface {
-	Ask(ctx context.Context, fullMethod string, req, resp any) error
+	Do(ctx context.Context, fullMethod string, req any, here func() (any, error)) (any, error)
 }
 
 // Config of a Server.
@@ -76,7 +77,6 @@ type Config struct {
 	Tickets *Tickets
 	// Engine of the term in force, or NO_LEADER.
 	Engine func() (*operations.Engine, error)
-	// Leader is asked for what only it can do while another leads; nil: nobody is.
 	Leader Leader
 	Log    *slog.Logger
 }
@@ -99,7 +99,7 @@ func New(cfg Config) *Server {
 // Run follows the change log for watches until the context ends.
 func (s *Server) Run(ctx context.Context) {
 	s.hub.run(ctx)
-	s.wakes.wg.Wait() // their operations end with the term
+	s.wakes.end()
 }
 
 // Register adds the services to a gRPC server.

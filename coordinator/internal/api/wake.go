@@ -5,12 +5,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
-	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
-	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -26,9 +24,9 @@ func asleep(sb *records.Sandbox) error {
 // wakeTimeout bounds the wait of a call that has no deadline.
 const wakeTimeout = 2 * time.Minute
 
-// awake gives a sandbox that may be asked for its processes, files and ports: as it is, or resumed first where its spec says so. The resume is an
-// ordinary operation; calls that come while it goes on wait for its end too, each within its own deadline. SANDBOX_PAUSED
-// where the spec does not say so.
+// awake gives a sandbox that may be asked for its processes, files and ports: as it is, or resumed first where its spec says so. SANDBOX_PAUSED
+// where it does not. The resume is the caller's ordinary call ResumeSandbox, made here or at the leader, so that every coordinator can wake;
+// calls that come here while it goes on wait for its end too, each within its own deadline.
 func (s *Server) awake(ctx context.Context, sb *records.Sandbox) (*records.Sandbox, error) {
 	paused := asleep(sb)
 	if paused == nil {
@@ -37,24 +35,20 @@ func (s *Server) awake(ctx context.Context, sb *records.Sandbox) (*records.Sandb
 	if !sb.Spec.WakeOnUse {
 		return nil, paused
 	}
-	resume := s.resume
-	if e, err := s.cfg.Engine(); err == nil {
-		resume = func(ctx context.Context, sb *records.Sandbox) (*records.Sandbox, error) { return wake(ctx, sb, e) }
-	} else if s.cfg.Leader == nil {
-		return nil, err
-	}
 	ctx, cancel := context.WithTimeout(ctx, wakeTimeout)
 	defer cancel()
-	return s.wakes.do(ctx, sb, resume)
+	return s.wakes.do(ctx, sb.Tenant+"/"+sb.UID, func(ctx context.Context) (*records.Sandbox, error) { return s.wake(ctx, sb.UID) })
 }
 
-// resume has the leader wake a sandbox, in the name of the caller, so that a stream that another coordinator passes on wakes it too.
-func (s *Server) resume(ctx context.Context, sb *records.Sandbox) (*records.Sandbox, error) {
-	req := &dormousev1.ResumeSandboxRequest{OperationId: uid.New(), Uid: sb.UID}
-	if err := s.cfg.Leader.Ask(ctx, dormousev1.SandboxService_ResumeSandbox_FullMethodName, req, &dormousev1.ResumeSandboxResponse{}); err != nil {
+func (s *Server) wake(ctx context.Context, u string) (*records.Sandbox, error) {
+	req := &dormousev1.ResumeSandboxRequest{Uid: u}
+	_, err := s.cfg.Leader.Do(ctx, dormousev1.SandboxService_ResumeSandbox_FullMethodName, req, func() (any, error) {
+		return sandboxService{Server: s}.ResumeSandbox(ctx, req)
+	})
+	if err != nil {
 		return nil, err
 	}
-	rec, err := s.cfg.Store.Get(ctx, records.SandboxKey(sb.Tenant, sb.UID))
+	rec, err := s.get(ctx, catalog.KindSandbox, "sandbox_uid", u)
 	if err != nil {
 		return nil, err
 	}
@@ -67,39 +61,24 @@ func (s *Server) resume(ctx context.Context, sb *records.Sandbox) (*records.Sand
 
 // wakes joins the calls that want the same sandbox.
 type wakes struct {
-	wg    sync.WaitGroup // ends with the calls' bound
-	mu    sync.Mutex
-	going map[string]*waking // by tenant and uid
+	wg     sync.WaitGroup
+	mu     sync.Mutex
+	going  map[string]*waking // by tenant and uid
+	closed bool
 }
 
 type waking struct {
-	done chan struct{}
-	sb   *records.Sandbox
-	err  error
+	cancel context.CancelFunc
+	done   chan struct{}
+	sb     *records.Sandbox
+	err    error
 }
 
-func (w *wakes) do(ctx context.Context, sb *records.Sandbox, resume func(context.Context, *records.Sandbox) (*records.Sandbox, error)) (*records.Sandbox, error) {
-	key := sb.Tenant + "/" + sb.UID
-	w.mu.Lock()
-	one := w.going[key]
-	if one == nil {
-		one = &waking{done: make(chan struct{})}
-		if w.going == nil {
-			w.going = make(map[string]*waking)
-		}
-		w.going[key] = one
-		work := context.WithoutCancel(ctx) // others may wait for it when this caller has gone
-		w.wg.Go(func() {
-			work, cancel := context.WithTimeout(work, wakeTimeout)
-			defer cancel()
-			one.sb, one.err = resume(work, sb)
-			w.mu.Lock()
-			delete(w.going, key)
-			w.mu.Unlock()
-			close(one.done)
-		})
+func (w *wakes) do(ctx context.Context, key string, wake func(context.Context) (*records.Sandbox, error)) (*records.Sandbox, error) {
+	one, err := w.join(ctx, key, wake)
+	if err != nil {
+		return nil, err
 	}
-	w.mu.Unlock()
 	select {
 	case <-one.done:
 		return one.sb, one.err
@@ -108,14 +87,47 @@ func (w *wakes) do(ctx context.Context, sb *records.Sandbox, resume func(context
 	}
 }
 
-func wake(ctx context.Context, sb *records.Sandbox, e *operations.Engine) (*records.Sandbox, error) {
-	op, err := e.ResumeSandbox(ctx, operations.Call{Tenant: sb.Tenant, RequestID: obs.RequestID(ctx)}, operations.Turn{UID: sb.UID})
-	if err != nil {
-		return nil, err
+// join gives the waking that goes on, or begins it.
+func (w *wakes) join(ctx context.Context, key string, wake func(context.Context) (*records.Sandbox, error)) (*waking, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.closed {
+		return nil, stopping()
 	}
-	now, err := e.Changed(ctx, op)
-	if err != nil {
-		return nil, err
+	if one := w.going[key]; one != nil {
+		return one, nil
 	}
-	return now, asleep(now)
+	work, cancel := context.WithTimeout(context.WithoutCancel(ctx), wakeTimeout) // others may wait for it when this caller has gone
+	one := &waking{cancel: cancel, done: make(chan struct{})}
+	if w.going == nil {
+		w.going = make(map[string]*waking)
+	}
+	w.going[key] = one
+	w.wg.Go(func() {
+		defer cancel()
+		one.sb, one.err = wake(work)
+		if errs.Has(one.err, errs.CallCancelled) { // by end
+			one.err = stopping()
+		}
+		w.mu.Lock()
+		delete(w.going, key)
+		w.mu.Unlock()
+		close(one.done)
+	})
+	return one, nil
+}
+
+func stopping() error {
+	return errs.New(errs.ShuttingDown, "the coordinator is stopping; ask another, or again in a moment")
+}
+
+// end waits for what goes on, which it cancels: the resume that was asked for goes on all the same.
+func (w *wakes) end() {
+	w.mu.Lock()
+	w.closed = true
+	for _, one := range w.going {
+		one.cancel()
+	}
+	w.mu.Unlock()
+	w.wg.Wait()
 }

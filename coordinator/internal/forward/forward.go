@@ -168,17 +168,6 @@ func (f *Forwarder) Stream() grpc.StreamServerInterceptor {
 	}
 }
 
-// Ask makes a call of whoever leads, in the name of the caller in ctx, and waits for one to lead as any call does. It has to be
-// one that may be made again. NO_LEADER where the caller is passed on already.
-func (f *Forwarder) Ask(ctx context.Context, fullMethod string, req, resp any) error {
-	_, err := f.try(ctx, func() (any, error) { return nil, errs.New(errs.NoLeader, "this coordinator does not lead now") },
-		func(cc *grpc.ClientConn, ctx context.Context) (any, error) {
-			return nil, cc.Invoke(ctx, fullMethod, req, resp)
-		},
-		func() bool { return true })
-	return err
-}
-
 // try answers here, or by the leader, or waits for one.
 func (f *Forwarder) try(ctx context.Context, here func() (any, error), there func(*grpc.ClientConn, context.Context) (any, error), may func() bool) (any, error) {
 	end := time.NewTimer(f.cfg.Patience)
