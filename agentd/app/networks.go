@@ -11,6 +11,8 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/pkg/config"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/wire"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
 // networks are the node's modes as the runner and reconcile see them. outbound is nil where the node has none.
@@ -173,6 +175,15 @@ func (c NetworkConfig) servers() []string {
 		out = append(out, r)
 	}
 	return out
+}
+
+// modes are those that sandboxes may have here.
+func (c NetworkConfig) modes() []dormousev1.NetworkMode {
+	modes := []sandbox.NetworkMode{sandbox.NetworkNone}
+	if c.CIDR != "" {
+		modes = append(modes, sandbox.NetworkOutbound)
+	}
+	return wire.NetworkModesToProto(modes)
 }
 
 func (c NetworkConfig) check() error {

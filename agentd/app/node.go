@@ -254,7 +254,7 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 	return &nodev1.Hello{
 		Node: n.cfg.Node, Address: n.cfg.Advertise, Version: version.Get().Version, Labels: n.cfg.Labels, Capacity: capacity, Allocatable: allocatable,
 		RuntimeBundles: digests, CpuFeatures: n.cpu, HighestCoordinatorEpoch: uint64(epochs.Coordinator), Architecture: goruntime.GOARCH,
-		Inventory: inv, BootId: n.bootID, DirectAddress: n.cfg.Direct.Advertise, Uses: usesToProto(n.uses.News(true)),
+		Inventory: inv, BootId: n.bootID, DirectAddress: n.cfg.Direct.Advertise, NetworkModes: n.cfg.Network.modes(), Uses: usesToProto(n.uses.News(true)),
 	}, nil
 }
 

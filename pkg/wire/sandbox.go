@@ -210,6 +210,26 @@ func SandboxPhaseFromProto(p dormousev1.SandboxPhase) (sandbox.Phase, error) {
 	return enumFromProto(p, sandbox.Phases(), SandboxPhaseToProto, "phase")
 }
 
+// NetworkModesToProto gives the public form of a node's modes.
+func NetworkModesToProto(modes []sandbox.NetworkMode) []dormousev1.NetworkMode {
+	var out []dormousev1.NetworkMode
+	for _, m := range modes {
+		out = append(out, networkToProto(m))
+	}
+	return out
+}
+
+// NetworkModesFromProto reads a node's modes; those that are not known here are left out.
+func NetworkModesFromProto(modes []dormousev1.NetworkMode) []sandbox.NetworkMode {
+	var out []sandbox.NetworkMode
+	for _, m := range modes {
+		if mode, err := networkFromProto(m); err == nil && mode != "" {
+			out = append(out, mode)
+		}
+	}
+	return out
+}
+
 func networkToProto(n sandbox.NetworkMode) dormousev1.NetworkMode {
 	return enumToProto[dormousev1.NetworkMode](dormousev1.NetworkMode_value, "NETWORK_MODE_", string(n))
 }

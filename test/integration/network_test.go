@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -126,6 +127,11 @@ func TestOutboundNetwork(t *testing.T) {
 	s := w.create(w.outbound(1, nil))
 
 	w.fetches(s, site, "you are "+node) // NAT
+	n, err := w.Client.GetNode(w.ctx, s.Last.GetStatus().GetNode())
+	w.ok(err)
+	if !slices.Contains(n.GetNetworkModes(), dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND) {
+		t.Errorf("the node has the networks %v", n.GetNetworkModes())
+	}
 	gateway := strings.TrimSuffix(cluster.NetworkCIDR, "0/24") + "1"
 	if got := w.sh(s, "cat /etc/resolv.conf"); got != "nameserver "+gateway {
 		w.Errorf("resolv.conf is %q", got)

@@ -167,7 +167,16 @@ func nodeColumns() []command.Column[*dormousev1.Node] {
 		{Name: "SESSION", Wide: true, Show: func(n *dormousev1.Node) string { return strconv.FormatUint(n.GetSessionEpoch(), 10) }},
 		{Name: "ADDRESS", Wide: true, Show: func(n *dormousev1.Node) string { return n.GetAddress() }},
 		{Name: "VERSION", Wide: true, Show: func(n *dormousev1.Node) string { return n.GetVersion() }},
+		{Name: "NETWORKS", Wide: true, Show: nodeNetworks},
 	}
+}
+
+func nodeNetworks(n *dormousev1.Node) string {
+	var modes []string
+	for _, m := range n.GetNetworkModes() {
+		modes = append(modes, strings.ToLower(strings.TrimPrefix(m.String(), "NETWORK_MODE_")))
+	}
+	return strings.Join(modes, ",")
 }
 
 func nodeState(n *dormousev1.Node) string {

@@ -93,6 +93,9 @@ func TestTables(t *testing.T) {
 	ok(t, "NAME  STATE          SANDBOXES  CPU    MEMORY    HEARTBEAT\n"+
 		"n1    online         3/1000     1.5/2  1Gi/20Gi  2s\n"+
 		"n2    away,cordoned  0/0        0/0    0/0       -\n", "node", "ls")
+	if r := dormouse(t, "node", "ls", "-o", "wide"); r.code != 0 || !strings.Contains(r.out, "NETWORKS") || !strings.Contains(r.out, "none,outbound") {
+		t.Errorf("node ls -o wide says\n%s%s", r.out, r.err)
+	}
 	ok(t, "REFERENCE        DIGEST               SIZE  NODES  AGE\nreg.example/a:1  sha256:abababababab  5Mi   n1,n2  60s\n", "image", "ls")
 	ok(t, "AGE  TYPE    REASON   OBJECT                                        MESSAGE\n"+
 		"60s  normal  Started  sandbox/"+uidAt(1)+"  it runs\n", "event", "ls", "--object", "box")

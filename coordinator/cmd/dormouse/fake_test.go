@@ -456,8 +456,9 @@ func (f *fake) SignalProcess(_ context.Context, r *dormousev1.SignalProcessReque
 func (f *fake) ListNodes(context.Context, *dormousev1.ListNodesRequest) (*dormousev1.ListNodesResponse, error) {
 	return &dormousev1.ListNodesResponse{Nodes: []*dormousev1.Node{{
 		Name: "n1", Online: true, LastHeartbeat: timestamppb.New(epoch.Add(58 * time.Second)),
-		Requested:   &dormousev1.NodeResources{CpuMillis: 1500, MemoryBytes: 1 << 30, Sandboxes: 3},
-		Allocatable: &dormousev1.NodeResources{CpuMillis: 2000, MemoryBytes: 20 << 30, Sandboxes: 1000},
+		Requested:    &dormousev1.NodeResources{CpuMillis: 1500, MemoryBytes: 1 << 30, Sandboxes: 3},
+		Allocatable:  &dormousev1.NodeResources{CpuMillis: 2000, MemoryBytes: 20 << 30, Sandboxes: 1000},
+		NetworkModes: []dormousev1.NetworkMode{dormousev1.NetworkMode_NETWORK_MODE_NONE, dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND},
 	}, {Name: "n2", Cordoned: true}}}, nil
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -49,7 +50,7 @@ func nodeToProto(v sessions.View) *dormousev1.Node {
 		return resourcesToProto(r.CPUMillis, r.MemoryBytes, r.DiskBytes, r.Sandboxes)
 	}
 	n := &dormousev1.Node{Name: v.Name, SessionEpoch: v.SessionEpoch, Labels: v.Labels, Cordoned: v.Cordoned, Online: v.Online,
-		Capacity: res(v.Capacity), Allocatable: res(v.Allocatable), Requested: placed(v.Requested), RuntimeBundles: v.RuntimeBundles,
+		Capacity: res(v.Capacity), Allocatable: res(v.Allocatable), Requested: placed(v.Requested), RuntimeBundles: v.RuntimeBundles, NetworkModes: wire.NetworkModesToProto(v.Networks),
 		CpuFeatures: v.CPUFeatures, LastHeartbeat: timeToProto(v.LastBeat), Version: v.Version, Address: v.Address}
 	ready := &dormousev1.Condition{Type: "Ready", Status: v.Online && len(v.Problems) == 0, Reason: "Online"}
 	switch {

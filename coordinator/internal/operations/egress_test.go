@@ -156,6 +156,35 @@ func TestUpdateOfTheEgressDuringAStart(t *testing.T) {
 	}
 }
 
+// A sandbox with an outbound network goes where there is one, a hibernated one is not woken where there is none any more.
+func TestOutboundNeedsANodeThatHasIt(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	ctx := context.Background()
+	u := madeOutbound(t, e)
+	must(hibernate(u)(ctx, e, call("")))(t)
+	w.nodes.all[0].NoOutbound = true
+	for _, err := range []error{
+		second(e.CreateSandbox(ctx, call(""), operations.CreateSandbox{Spec: outboundSpec()})),
+		second(resume(u)(ctx, e, call(""))),
+	} {
+		wantReason(t, err, errs.NoNodeFits)
+		if why := errs.From(err).Details["node.n1"]; why != "it has no outbound network" {
+			t.Errorf("n1 does not fit because %q", why)
+		}
+	}
+	if w.phase(u) != sandbox.Hibernated {
+		t.Errorf("it is %s", w.phase(u))
+	}
+	madeSandbox(t, e) // without one
+	w.nodes.all[0].NoOutbound = false
+	must(resume(u)(ctx, e, call("")))(t)
+	w.agree(e)
+}
+
+func second[T any](_ T, err error) error { return err }
+
 // recorded tells whether there is a record.
 func (w *world) recorded(u string) bool {
 	_, err := w.store.Get(context.Background(), records.SandboxKey(tenant, u))

@@ -129,7 +129,7 @@ func (e *Engine) placeSandbox(ctx, callCtx context.Context, t *task, sb *records
 
 // needs is what a node must have to take the sandbox.
 func (e *Engine) needs(ctx context.Context, r catalog.Reader, sb *records.Sandbox) (placement.Request, error) {
-	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
+	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Outbound: sb.Spec.Network == sandbox.NetworkOutbound, Selector: sb.Spec.NodeSelector, Volumes: make(map[string]string)}
 	for _, a := range sb.Attachments {
 		rec, err := r.Get(ctx, records.VolumeKey(sb.Tenant, a.VolumeUID))
 		if err != nil {

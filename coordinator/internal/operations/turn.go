@@ -74,7 +74,7 @@ func (e *Engine) driveTurn(ctx context.Context, t *task) error {
 // makeRoom reserves what a hibernated sandbox needs when it runs again, on the node that has it, and commits Resuming before the node is
 // told.
 func (e *Engine) makeRoom(ctx context.Context, t *task, sb *records.Sandbox) error {
-	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Node: sb.Status.Node, Returns: true}
+	req := placement.Request{Resources: request(sb), Limits: limits(sb.Spec), Outbound: sb.Spec.Network == sandbox.NetworkOutbound, Node: sb.Status.Node, Returns: true}
 	if _, err := e.place(ctx, sb.UID, req, t.op.Created, nil); err != nil {
 		return err
 	}

@@ -1,7 +1,7 @@
 // Package placement decides which node takes a sandbox or a volume. It is pure: what it knows is in
 // its arguments; it has no clock and does no I/O.
 //
-// A node fits when it is online, healthy and not cordoned, when it has the labels, the architecture,
+// A node fits when it is online, healthy and not cordoned, when it has the labels, the architecture, the network,
 // the artefact and the volumes that are needed, and when what was asked, added to what was
 // placed there, stays within what is allocatable. Of the nodes that fit, the one that is left with
 // the largest free share of its scarcest resource wins, so that load spreads; ties go to the
@@ -45,8 +45,10 @@ type Node struct {
 	Problems     map[string]string // by type; empty when healthy
 	Labels       map[string]string
 	Architecture string
-	Allocatable  Resources
-	Placed       Resources
+	// NoOutbound: it says that it has no outbound networks.
+	NoOutbound  bool
+	Allocatable Resources
+	Placed      Resources
 }
 
 // Max gives the larger of each.
@@ -62,6 +64,7 @@ type Request struct {
 	Limits       Resources
 	Selector     map[string]string
 	Architecture string // "" is any
+	Outbound     bool   // it needs an outbound network
 	// Artefact is where the snapshot is; nil when none is needed.
 	Artefact []string
 	// Volumes has the node of each volume, by uid.
@@ -176,6 +179,9 @@ func lasting(n Node, r Request) string {
 	}
 	if r.Architecture != "" && n.Architecture != r.Architecture {
 		return "its architecture is " + n.Architecture
+	}
+	if r.Outbound && n.NoOutbound {
+		return "it has no outbound network"
 	}
 	return full(n, r)
 }

@@ -23,6 +23,7 @@ func TestDecide(t *testing.T) {
 	placed := func(m, s int64) func(*Node) {
 		return func(n *Node) { n.Placed = Resources{MemoryBytes: m, Sandboxes: s} }
 	}
+	inside := func(n *Node) { n.NoOutbound = true }
 	for _, tc := range []struct {
 		name      string
 		nodes     []Node
@@ -40,6 +41,11 @@ func TestDecide(t *testing.T) {
 		{name: "cordoned", nodes: []Node{node("a", func(n *Node) { n.Cordoned = true })}, request: Request{Resources: ask}, why: "cordoned"},
 		{name: "selector", nodes: []Node{node("a")}, request: Request{Resources: ask, Selector: map[string]string{"disk": "hdd"}}, why: "disk=hdd"},
 		{name: "architecture", nodes: []Node{node("a")}, request: Request{Resources: ask, Architecture: "arm64"}, why: "amd64"},
+		{name: "network elsewhere", nodes: []Node{node("a", inside), node("b")},
+			request: Request{Resources: ask, Outbound: true}, want: "b"},
+		{name: "network nowhere", nodes: []Node{node("a", inside)}, request: Request{Resources: ask, Outbound: true}, why: "no outbound network", reason: errs.NoNodeFits},
+		{name: "network gone for one that returns", nodes: []Node{node("a", inside)}, request: Request{Resources: ask, Outbound: true, Node: "a", Returns: true}, why: "no outbound network"},
+		{name: "no network asked for", nodes: []Node{node("a", inside)}, request: Request{Resources: ask}, want: "a"},
 		{name: "artefact elsewhere", nodes: []Node{node("a"), node("b")}, request: Request{Resources: ask, Artefact: []string{"b"}}, want: "b"},
 		{name: "artefact nowhere", nodes: []Node{node("a")}, request: Request{Resources: ask, Artefact: []string{}}, why: "snapshot"},
 		{name: "volume elsewhere", nodes: []Node{node("a"), node("b")}, request: Request{Resources: ask, Volumes: map[string]string{"v": "b"}}, want: "b"},

@@ -116,9 +116,11 @@ type Node struct {
 	Capacity       Resources         `json:"capacity"`
 	Allocatable    Resources         `json:"allocatable"`
 	RuntimeBundles []string          `json:"runtime_bundles,omitempty"`
-	CPUFeatures    []string          `json:"cpu_features,omitempty"`
-	SessionEpoch   uint64            `json:"session_epoch"`
-	SessionTime    time.Time         `json:"session_time,omitzero"`
+	// Networks are the modes that it has; none: it did not say.
+	Networks     []sandbox.NetworkMode `json:"networks,omitempty"`
+	CPUFeatures  []string              `json:"cpu_features,omitempty"`
+	SessionEpoch uint64                `json:"session_epoch"`
+	SessionTime  time.Time             `json:"session_time,omitzero"`
 
 	Meta `json:"-"`
 }

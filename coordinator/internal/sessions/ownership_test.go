@@ -214,3 +214,19 @@ func TestC20StaleSessionIsFenced(t *testing.T) {
 	}
 	same("a report over a session that was replaced elsewhere")
 }
+
+// A node says which networks it has; one that does not say is not held to have none.
+func TestTheNetworksOfANode(t *testing.T) {
+	w := newWorld(t)
+	const none, outbound = dormousev1.NetworkMode_NETWORK_MODE_NONE, dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND
+	for _, c := range []struct {
+		says []dormousev1.NetworkMode
+		no   bool
+	}{{nil, false}, {[]dormousev1.NetworkMode{none}, true}, {[]dormousev1.NetworkMode{none, outbound}, false}, {[]dormousev1.NetworkMode{99}, false}} {
+		s := w.open(c.says...)
+		if all := w.registry.Nodes(); len(all) != 1 || all[0].NoOutbound != c.no {
+			t.Errorf("%v makes %+v", c.says, all)
+		}
+		w.leave(s)
+	}
+}

@@ -40,6 +40,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/ticket"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
@@ -209,6 +210,7 @@ func (r *Registry) Nodes() []placement.Node {
 		a := n.allocatable
 		all = append(all, placement.Node{Name: n.record.Name, Online: n.session != nil, Cordoned: n.record.Cordoned,
 			Problems: n.problems, Labels: n.record.Labels, Architecture: n.record.Architecture,
+			NoOutbound:  len(n.record.Networks) > 0 && !slices.Contains(n.record.Networks, sandbox.NetworkOutbound),
 			Allocatable: placement.Resources{CPUMillis: a.CPUMillis, MemoryBytes: a.MemoryBytes, DiskBytes: a.DiskBytes, Sandboxes: a.Sandboxes}})
 	}
 	return all

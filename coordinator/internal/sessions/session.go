@@ -178,6 +178,7 @@ func (r *Registry) record(ctx context.Context, t *term, h *nodev1.Hello, epoch f
 		n.Address, n.DirectAddress, n.Version = h.GetAddress(), h.GetDirectAddress(), h.GetVersion()
 		n.Architecture, n.Labels = h.GetArchitecture(), h.GetLabels()
 		n.Capacity, n.Allocatable = resources(h.GetCapacity()), resources(h.GetAllocatable())
+		n.Networks = wire.NetworkModesFromProto(h.GetNetworkModes())
 		n.RuntimeBundles, n.CPUFeatures = h.GetRuntimeBundles(), h.GetCpuFeatures()
 		n.SessionEpoch, n.SessionTime = uint64(epoch), time.Now().UTC()
 		put, err := n.Put()

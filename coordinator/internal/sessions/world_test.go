@@ -129,13 +129,13 @@ type stream struct {
 	end   context.CancelFunc
 }
 
-func (w *world) open() *stream {
+func (w *world) open(networks ...dormousev1.NetworkMode) *stream {
 	w.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	w.Cleanup(cancel)
 	s, err := w.client.Session(ctx)
 	w.ok(err)
-	w.ok(s.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Hello{Hello: &nodev1.Hello{Node: node, Address: "unix:/none",
+	w.ok(s.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Hello{Hello: &nodev1.Hello{Node: node, Address: "unix:/none", NetworkModes: networks,
 		Allocatable: &dormousev1.NodeResources{CpuMillis: 10_000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40}}}}))
 	msg, err := s.Recv()
 	w.ok(err)

@@ -160,8 +160,10 @@ type Node struct {
 	LastHeartbeat  *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=last_heartbeat,json=lastHeartbeat,proto3" json:"last_heartbeat,omitempty"`
 	Version        string                 `protobuf:"bytes,13,opt,name=version,proto3" json:"version,omitempty"`
 	Address        string                 `protobuf:"bytes,14,opt,name=address,proto3" json:"address,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The networks that sandboxes may have there; none: an agentd that does not say so.
+	NetworkModes  []NetworkMode `protobuf:"varint,15,rep,packed,name=network_modes,json=networkModes,proto3,enum=dormouse.v1.NetworkMode" json:"network_modes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Node) Reset() {
@@ -290,6 +292,13 @@ func (x *Node) GetAddress() string {
 		return x.Address
 	}
 	return ""
+}
+
+func (x *Node) GetNetworkModes() []NetworkMode {
+	if x != nil {
+		return x.NetworkModes
+	}
+	return nil
 }
 
 type GetNodeRequest struct {
@@ -1574,14 +1583,14 @@ var File_dormouse_v1_cluster_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_cluster_proto_rawDesc = "" +
 	"\n" +
-	"\x19dormouse/v1/cluster.proto\x12\vdormouse.v1\x1a\x16dormouse/v1/meta.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8e\x01\n" +
+	"\x19dormouse/v1/cluster.proto\x12\vdormouse.v1\x1a\x16dormouse/v1/meta.proto\x1a\x19dormouse/v1/sandbox.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8e\x01\n" +
 	"\rNodeResources\x12\x1d\n" +
 	"\n" +
 	"cpu_millis\x18\x01 \x01(\x03R\tcpuMillis\x12!\n" +
 	"\fmemory_bytes\x18\x02 \x01(\x03R\vmemoryBytes\x12\x1d\n" +
 	"\n" +
 	"disk_bytes\x18\x03 \x01(\x03R\tdiskBytes\x12\x1c\n" +
-	"\tsandboxes\x18\x04 \x01(\x03R\tsandboxes\"\x90\x05\n" +
+	"\tsandboxes\x18\x04 \x01(\x03R\tsandboxes\"\xcf\x05\n" +
 	"\x04Node\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\rsession_epoch\x18\x02 \x01(\x04R\fsessionEpoch\x125\n" +
@@ -1599,7 +1608,8 @@ const file_dormouse_v1_cluster_proto_rawDesc = "" +
 	"conditions\x12A\n" +
 	"\x0elast_heartbeat\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\rlastHeartbeat\x12\x18\n" +
 	"\aversion\x18\r \x01(\tR\aversion\x12\x18\n" +
-	"\aaddress\x18\x0e \x01(\tR\aaddress\x1a9\n" +
+	"\aaddress\x18\x0e \x01(\tR\aaddress\x12=\n" +
+	"\rnetwork_modes\x18\x0f \x03(\x0e2\x18.dormouse.v1.NetworkModeR\fnetworkModes\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"$\n" +
@@ -1758,6 +1768,7 @@ var file_dormouse_v1_cluster_proto_goTypes = []any{
 	nil,                           // 25: dormouse.v1.Node.LabelsEntry
 	(*Condition)(nil),             // 26: dormouse.v1.Condition
 	(*timestamppb.Timestamp)(nil), // 27: google.protobuf.Timestamp
+	(NetworkMode)(0),              // 28: dormouse.v1.NetworkMode
 }
 var file_dormouse_v1_cluster_proto_depIdxs = []int32{
 	25, // 0: dormouse.v1.Node.labels:type_name -> dormouse.v1.Node.LabelsEntry
@@ -1766,43 +1777,44 @@ var file_dormouse_v1_cluster_proto_depIdxs = []int32{
 	1,  // 3: dormouse.v1.Node.requested:type_name -> dormouse.v1.NodeResources
 	26, // 4: dormouse.v1.Node.conditions:type_name -> dormouse.v1.Condition
 	27, // 5: dormouse.v1.Node.last_heartbeat:type_name -> google.protobuf.Timestamp
-	2,  // 6: dormouse.v1.GetNodeResponse.node:type_name -> dormouse.v1.Node
-	2,  // 7: dormouse.v1.ListNodesResponse.nodes:type_name -> dormouse.v1.Node
-	2,  // 8: dormouse.v1.CordonNodeResponse.node:type_name -> dormouse.v1.Node
-	2,  // 9: dormouse.v1.UncordonNodeResponse.node:type_name -> dormouse.v1.Node
-	27, // 10: dormouse.v1.Image.pull_time:type_name -> google.protobuf.Timestamp
-	12, // 11: dormouse.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	11, // 12: dormouse.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	11, // 13: dormouse.v1.ListImagesResponse.images:type_name -> dormouse.v1.Image
-	0,  // 14: dormouse.v1.Operation.state:type_name -> dormouse.v1.OperationState
-	27, // 15: dormouse.v1.Operation.create_time:type_name -> google.protobuf.Timestamp
-	27, // 16: dormouse.v1.Operation.done_time:type_name -> google.protobuf.Timestamp
-	19, // 17: dormouse.v1.GetOperationResponse.operation:type_name -> dormouse.v1.Operation
-	27, // 18: dormouse.v1.Event.time:type_name -> google.protobuf.Timestamp
-	22, // 19: dormouse.v1.ListEventsResponse.events:type_name -> dormouse.v1.Event
-	3,  // 20: dormouse.v1.NodeService.GetNode:input_type -> dormouse.v1.GetNodeRequest
-	5,  // 21: dormouse.v1.NodeService.ListNodes:input_type -> dormouse.v1.ListNodesRequest
-	7,  // 22: dormouse.v1.NodeService.CordonNode:input_type -> dormouse.v1.CordonNodeRequest
-	9,  // 23: dormouse.v1.NodeService.UncordonNode:input_type -> dormouse.v1.UncordonNodeRequest
-	13, // 24: dormouse.v1.ImageService.PullImage:input_type -> dormouse.v1.PullImageRequest
-	15, // 25: dormouse.v1.ImageService.ListImages:input_type -> dormouse.v1.ListImagesRequest
-	17, // 26: dormouse.v1.ImageService.DeleteImage:input_type -> dormouse.v1.DeleteImageRequest
-	20, // 27: dormouse.v1.OperationService.GetOperation:input_type -> dormouse.v1.GetOperationRequest
-	23, // 28: dormouse.v1.EventService.ListEvents:input_type -> dormouse.v1.ListEventsRequest
-	4,  // 29: dormouse.v1.NodeService.GetNode:output_type -> dormouse.v1.GetNodeResponse
-	6,  // 30: dormouse.v1.NodeService.ListNodes:output_type -> dormouse.v1.ListNodesResponse
-	8,  // 31: dormouse.v1.NodeService.CordonNode:output_type -> dormouse.v1.CordonNodeResponse
-	10, // 32: dormouse.v1.NodeService.UncordonNode:output_type -> dormouse.v1.UncordonNodeResponse
-	14, // 33: dormouse.v1.ImageService.PullImage:output_type -> dormouse.v1.PullImageResponse
-	16, // 34: dormouse.v1.ImageService.ListImages:output_type -> dormouse.v1.ListImagesResponse
-	18, // 35: dormouse.v1.ImageService.DeleteImage:output_type -> dormouse.v1.DeleteImageResponse
-	21, // 36: dormouse.v1.OperationService.GetOperation:output_type -> dormouse.v1.GetOperationResponse
-	24, // 37: dormouse.v1.EventService.ListEvents:output_type -> dormouse.v1.ListEventsResponse
-	29, // [29:38] is the sub-list for method output_type
-	20, // [20:29] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	28, // 6: dormouse.v1.Node.network_modes:type_name -> dormouse.v1.NetworkMode
+	2,  // 7: dormouse.v1.GetNodeResponse.node:type_name -> dormouse.v1.Node
+	2,  // 8: dormouse.v1.ListNodesResponse.nodes:type_name -> dormouse.v1.Node
+	2,  // 9: dormouse.v1.CordonNodeResponse.node:type_name -> dormouse.v1.Node
+	2,  // 10: dormouse.v1.UncordonNodeResponse.node:type_name -> dormouse.v1.Node
+	27, // 11: dormouse.v1.Image.pull_time:type_name -> google.protobuf.Timestamp
+	12, // 12: dormouse.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	11, // 13: dormouse.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	11, // 14: dormouse.v1.ListImagesResponse.images:type_name -> dormouse.v1.Image
+	0,  // 15: dormouse.v1.Operation.state:type_name -> dormouse.v1.OperationState
+	27, // 16: dormouse.v1.Operation.create_time:type_name -> google.protobuf.Timestamp
+	27, // 17: dormouse.v1.Operation.done_time:type_name -> google.protobuf.Timestamp
+	19, // 18: dormouse.v1.GetOperationResponse.operation:type_name -> dormouse.v1.Operation
+	27, // 19: dormouse.v1.Event.time:type_name -> google.protobuf.Timestamp
+	22, // 20: dormouse.v1.ListEventsResponse.events:type_name -> dormouse.v1.Event
+	3,  // 21: dormouse.v1.NodeService.GetNode:input_type -> dormouse.v1.GetNodeRequest
+	5,  // 22: dormouse.v1.NodeService.ListNodes:input_type -> dormouse.v1.ListNodesRequest
+	7,  // 23: dormouse.v1.NodeService.CordonNode:input_type -> dormouse.v1.CordonNodeRequest
+	9,  // 24: dormouse.v1.NodeService.UncordonNode:input_type -> dormouse.v1.UncordonNodeRequest
+	13, // 25: dormouse.v1.ImageService.PullImage:input_type -> dormouse.v1.PullImageRequest
+	15, // 26: dormouse.v1.ImageService.ListImages:input_type -> dormouse.v1.ListImagesRequest
+	17, // 27: dormouse.v1.ImageService.DeleteImage:input_type -> dormouse.v1.DeleteImageRequest
+	20, // 28: dormouse.v1.OperationService.GetOperation:input_type -> dormouse.v1.GetOperationRequest
+	23, // 29: dormouse.v1.EventService.ListEvents:input_type -> dormouse.v1.ListEventsRequest
+	4,  // 30: dormouse.v1.NodeService.GetNode:output_type -> dormouse.v1.GetNodeResponse
+	6,  // 31: dormouse.v1.NodeService.ListNodes:output_type -> dormouse.v1.ListNodesResponse
+	8,  // 32: dormouse.v1.NodeService.CordonNode:output_type -> dormouse.v1.CordonNodeResponse
+	10, // 33: dormouse.v1.NodeService.UncordonNode:output_type -> dormouse.v1.UncordonNodeResponse
+	14, // 34: dormouse.v1.ImageService.PullImage:output_type -> dormouse.v1.PullImageResponse
+	16, // 35: dormouse.v1.ImageService.ListImages:output_type -> dormouse.v1.ListImagesResponse
+	18, // 36: dormouse.v1.ImageService.DeleteImage:output_type -> dormouse.v1.DeleteImageResponse
+	21, // 37: dormouse.v1.OperationService.GetOperation:output_type -> dormouse.v1.GetOperationResponse
+	24, // 38: dormouse.v1.EventService.ListEvents:output_type -> dormouse.v1.ListEventsResponse
+	30, // [30:39] is the sub-list for method output_type
+	21, // [21:30] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_cluster_proto_init() }
@@ -1811,6 +1823,7 @@ func file_dormouse_v1_cluster_proto_init() {
 		return
 	}
 	file_dormouse_v1_meta_proto_init()
+	file_dormouse_v1_sandbox_proto_init()
 	file_dormouse_v1_cluster_proto_msgTypes[13].OneofWrappers = []any{
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),

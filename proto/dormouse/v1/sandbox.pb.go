@@ -112,7 +112,7 @@ const (
 	// Loopback only.
 	NetworkMode_NETWORK_MODE_NONE NetworkMode = 1
 	// An address of its own, and connections out of it by NAT, as far as the egress policy lets them. IPv6 is closed.
-	// A node without an outbound network refuses it with NOT_SUPPORTED.
+	// Only nodes that have outbound networks take it; NO_NODE_FITS where none has.
 	NetworkMode_NETWORK_MODE_OUTBOUND NetworkMode = 2
 )
 

@@ -2159,6 +2159,8 @@ type Hello struct {
 	Uses []*SandboxUse `protobuf:"bytes,30,rep,name=uses,proto3" json:"uses,omitempty"`
 	// Where the node serves clients that show tickets; empty: nowhere.
 	DirectAddress string `protobuf:"bytes,15,opt,name=direct_address,json=directAddress,proto3" json:"direct_address,omitempty"`
+	// The networks that sandboxes may have there; none: not said.
+	NetworkModes  []v1.NetworkMode `protobuf:"varint,16,rep,packed,name=network_modes,json=networkModes,proto3,enum=dormouse.v1.NetworkMode" json:"network_modes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2289,6 +2291,13 @@ func (x *Hello) GetDirectAddress() string {
 		return x.DirectAddress
 	}
 	return ""
+}
+
+func (x *Hello) GetNetworkModes() []v1.NetworkMode {
+	if x != nil {
+		return x.NetworkModes
+	}
+	return nil
 }
 
 type Heartbeat struct {
@@ -2996,7 +3005,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"SandboxUse\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x128\n" +
 	"\n" +
-	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xa1\x05\n" +
+	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xe0\x05\n" +
 	"\x05Hello\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x18\n" +
@@ -3012,7 +3021,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\tinventory\x18\v \x01(\v2&.dormouse.node.v1.GetInventoryResponseR\tinventory\x12\x17\n" +
 	"\aboot_id\x18\f \x01(\tR\x06bootId\x120\n" +
 	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x12%\n" +
-	"\x0edirect_address\x18\x0f \x01(\tR\rdirectAddress\x1a9\n" +
+	"\x0edirect_address\x18\x0f \x01(\tR\rdirectAddress\x12=\n" +
+	"\rnetwork_modes\x18\x10 \x03(\x0e2\x18.dormouse.v1.NetworkModeR\fnetworkModes\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xab\x02\n" +
@@ -3143,7 +3153,8 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*v1.PullProgress)(nil),           // 54: dormouse.v1.PullProgress
 	(*v1.Image)(nil),                  // 55: dormouse.v1.Image
 	(*v1.NodeResources)(nil),          // 56: dormouse.v1.NodeResources
-	(*v1.Error)(nil),                  // 57: dormouse.v1.Error
+	(v1.NetworkMode)(0),               // 57: dormouse.v1.NetworkMode
+	(*v1.Error)(nil),                  // 58: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
@@ -3193,56 +3204,57 @@ var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	56, // 44: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
 	33, // 45: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
 	34, // 46: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	46, // 47: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	56, // 48: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	55, // 49: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	34, // 50: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 51: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	35, // 52: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	36, // 53: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	37, // 54: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	52, // 55: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	40, // 56: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	40, // 57: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	57, // 58: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	39, // 59: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	41, // 60: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	42, // 61: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 62: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 63: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	8,  // 64: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	10, // 65: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	13, // 66: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	15, // 67: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	17, // 68: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	19, // 69: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
-	21, // 70: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	23, // 71: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	26, // 72: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	28, // 73: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	30, // 74: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	32, // 75: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	38, // 76: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 77: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	7,  // 78: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	9,  // 79: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	11, // 80: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	14, // 81: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	16, // 82: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	18, // 83: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	20, // 84: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
-	22, // 85: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	24, // 86: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	27, // 87: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	29, // 88: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	31, // 89: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	33, // 90: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	43, // 91: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	77, // [77:92] is the sub-list for method output_type
-	62, // [62:77] is the sub-list for method input_type
-	62, // [62:62] is the sub-list for extension type_name
-	62, // [62:62] is the sub-list for extension extendee
-	0,  // [0:62] is the sub-list for field type_name
+	57, // 47: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
+	46, // 48: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	56, // 49: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	55, // 50: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	34, // 51: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 52: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	35, // 53: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	36, // 54: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	37, // 55: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	52, // 56: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	40, // 57: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	40, // 58: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	58, // 59: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	39, // 60: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	41, // 61: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	42, // 62: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	1,  // 63: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 64: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,  // 65: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10, // 66: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13, // 67: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15, // 68: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17, // 69: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19, // 70: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	21, // 71: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	23, // 72: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	26, // 73: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	28, // 74: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	30, // 75: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	32, // 76: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	38, // 77: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 78: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,  // 79: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,  // 80: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11, // 81: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14, // 82: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16, // 83: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18, // 84: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20, // 85: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	22, // 86: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	24, // 87: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	27, // 88: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	29, // 89: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	31, // 90: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	33, // 91: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	43, // 92: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	78, // [78:93] is the sub-list for method output_type
+	63, // [63:78] is the sub-list for method input_type
+	63, // [63:63] is the sub-list for extension type_name
+	63, // [63:63] is the sub-list for extension extendee
+	0,  // [0:63] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
