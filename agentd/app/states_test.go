@@ -105,7 +105,7 @@ func TestB29AStuckSentry(t *testing.T) {
 	box := b.start()
 	pid := b.sentry(box.GetUid())
 	must(t, syscall.Kill(pid, syscall.SIGSTOP))
-	look, cancel := context.WithTimeout(ctx(t), 20*time.Second)
+	look, cancel := context.WithTimeout(ctx(t), time.Minute)
 	defer cancel()
 	if _, err := b.agent.GetInventory(look, &nodev1.GetInventoryRequest{}); err != nil {
 		t.Error(err)

@@ -150,6 +150,13 @@ func (w *world) moved(offset time.Duration, parts []string) {
 // and who leads is known at once.
 func TestF10RestartedUnderAnotherClock(t *testing.T) {
 	w := enter(t)
+	const long, short = "ttl: 20s", "ttl: 800ms"
+	w.ok(configure(w.ctx, w.Cluster, long, short))
+	w.KeepLeases = true // a clock that was set decides how long they are
+	defer func() {
+		w.KeepLeases = false
+		w.ok(configure(w.ctx, w.Cluster, short, long))
+	}()
 	for _, offset := range []time.Duration{time.Hour, -time.Hour} {
 		t.Run(offset.String(), func(t *testing.T) {
 			s := w.sub(t)

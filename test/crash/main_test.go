@@ -48,7 +48,7 @@ func TestMain(m *testing.M) {
 func end() error {
 	var err error
 	if shared.cluster != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 		defer cancel()
 		err = errors.Join(shared.cluster.Client.Close(), shared.cluster.Down(ctx))
 	}
@@ -99,7 +99,7 @@ func build(ctx context.Context, dir string) (shim string, err error) {
 }
 
 func start(t testing.TB) (err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // it compiles
 	defer cancel()
 	if shared.bin = os.Getenv("CRASH_BIN"); shared.bin == "" {
 		if shared.bin, err = os.MkdirTemp("", "dm-crash-"); err != nil {
@@ -120,7 +120,7 @@ func start(t testing.TB) (err error) {
 	}
 	c.SetLogf(func(string, ...any) {}) // t is not there for ever
 	shared.cluster = c
-	if err := shortLease(ctx, c); err != nil {
+	if err := patient(ctx, c); err != nil {
 		return err
 	}
 	registry, err := c.Registry()
@@ -132,20 +132,23 @@ func start(t testing.TB) (err error) {
 	return err
 }
 
-// shortLease has a successor of a killed coordinator wait less for its turn, and whoever waits for a node that is being
-// started again wait long enough.
-func shortLease(ctx context.Context, c *cluster.Cluster) error {
+// patient has whoever waits for a node that is being started again wait long enough.
+func patient(ctx context.Context, c *cluster.Cluster) error {
+	return configure(ctx, c, "heartbeat: 500ms", "heartbeat: 500ms\n    placement_wait: 2m")
+}
+
+// configure restarts the coordinator with another configuration.
+func configure(ctx context.Context, c *cluster.Cluster, is, becomes string) error {
 	file := c.CoordinatorConfig()
 	data, err := os.ReadFile(file)
 	if err != nil {
 		return err
 	}
-	short := bytes.Replace(data, []byte("ttl: 3s"), []byte("ttl: 800ms"), 1)
-	patient := bytes.Replace(short, []byte("heartbeat: 500ms"), []byte("heartbeat: 500ms\n    placement_wait: 2m"), 1)
-	if bytes.Equal(short, data) || bytes.Equal(patient, short) {
-		return errors.New("the coordinator's configuration says nothing of the lease or the heartbeat")
+	changed := bytes.Replace(data, []byte(is), []byte(becomes), 1)
+	if bytes.Equal(changed, data) {
+		return fmt.Errorf("the coordinator's configuration says nothing of %q", is)
 	}
-	if err := errors.Join(os.WriteFile(file, patient, 0o600), c.StopCoordinator(ctx)); err != nil {
+	if err := errors.Join(os.WriteFile(file, changed, 0o600), c.StopCoordinator(ctx)); err != nil {
 		return err
 	}
 	if err := c.StartCoordinatorReady(ctx); err != nil {

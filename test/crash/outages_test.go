@@ -54,6 +54,9 @@ func TestF10RedisKilled(t *testing.T) {
 // stops leading, and the next term ends what was begun.
 func TestF10RedisPausedAndAgentdKilled(t *testing.T) {
 	w := enter(t)
+	const long, short = "ttl: 20s", "ttl: 800ms"
+	w.ok(configure(w.ctx, w.Cluster, long, short))
+	defer func() { w.ok(configure(w.ctx, w.Cluster, short, long)) }()
 	for _, name := range []string{"create", "checkpoint"} {
 		t.Run(name, func(t *testing.T) {
 			s := w.sub(t)

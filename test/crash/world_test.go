@@ -24,7 +24,7 @@ import (
 const (
 	mib = 1 << 20
 	// patience is how long one step may take on a busy machine.
-	patience = 40 * time.Second
+	patience = 2 * time.Minute
 )
 
 // subject is a program with a memory: for each line in the pipe it says who it is and how often it was asked.
@@ -244,7 +244,7 @@ func (w *world) recorded(ctx context.Context) (map[string]int, error) {
 
 // leave deletes all of the tenant, and nothing may be left.
 func (w *world) leave() {
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	w.ctx = ctx
 	if err := w.deleteAll(ctx, nil); err != nil {

@@ -216,7 +216,7 @@ func (w *world) callOver(addr string, cfg *tls.Config, method string) error {
 		return err
 	}
 	defer func() { _ = cc.Close() }()
-	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 	defer cancel()
 	if strings.HasSuffix(method, "/Session") {
 		stream, err := cc.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, method)

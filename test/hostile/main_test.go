@@ -53,7 +53,7 @@ func end() error {
 	if shared.cluster == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	_ = shared.cluster.Client.Close()
 	return shared.cluster.Down(ctx)
@@ -70,7 +70,7 @@ func up(t testing.TB) *cluster.Cluster {
 }
 
 func start(t testing.TB) (err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
 	if shared.bin, err = binaries(ctx, t); err != nil {
 		return err

@@ -41,7 +41,7 @@ func TestHostilePrograms(t *testing.T) {
 		w.neighbour()
 	}
 	for name, s := range boxes {
-		ctx, cancel := context.WithTimeout(w.ctx, 30*time.Second)
+		ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 		snap, err := s.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{})
 		cancel()
 		w.ok(s.Refresh(w.ctx))
@@ -262,7 +262,7 @@ func TestB29StuckSentry(t *testing.T) {
 	look := func() {
 		t.Helper()
 		// What waits for the sentry ends with DEADLINE_EXPIRED; what does not has time, on a busy machine too.
-		ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+		ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 		defer cancel()
 		w.ok(s.Refresh(ctx))
 		if _, err := client.Collect(w.api.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{})); err != nil {

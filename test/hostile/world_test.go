@@ -20,7 +20,7 @@ import (
 const (
 	mib = 1 << 20
 	// bound is how long one test may take on a busy machine.
-	bound = 150 * time.Second
+	bound = 6 * time.Minute
 	// What an attack may cost agentd in memory and descriptors, over what it had before.
 	memoryBound, descriptorBound = 160 * mib, 150
 	// logTail is how much of agentd's log a failed test shows.
@@ -112,7 +112,7 @@ func (w *world) neighbour() {
 // leave deletes everything, and looks for what the attack cost.
 func (w *world) leave() {
 	w.ctx = context.WithoutCancel(w.ctx)
-	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
+	ctx, cancel := context.WithTimeout(w.ctx, 4*time.Minute)
 	defer cancel()
 	sandboxes, err := client.Collect(w.api.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}))
 	w.note(err)
@@ -214,9 +214,12 @@ func (u *usage) check(t *testing.T) {
 		t.Errorf("agentd had %d descriptors, %d before the attack", u.maxFds, u.files)
 	}
 	// Of the deleted sandboxes nothing is left open.
-	deadline := time.Now().Add(10 * time.Second)
+	tick, enough := time.NewTicker(20*time.Millisecond), time.After(time.Minute)
+	defer tick.Stop()
 	for descriptors(u.pid) > u.files+10 {
-		if time.Now().After(deadline) {
+		select {
+		case <-tick.C:
+		case <-enough:
 			t.Errorf("agentd keeps %d descriptors, %d before the attack", descriptors(u.pid), u.files)
 			return
 		}

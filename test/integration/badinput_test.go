@@ -114,7 +114,7 @@ func TestBadInputCreate(t *testing.T) {
 			if len(spec.Volumes) == 0 {
 				spec.Volumes = []*dormousev1.VolumeMount{mount(free, "/beside")}
 			}
-			ctx, cancel := context.WithTimeout(w.ctx, 40*time.Second)
+			ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 			defer cancel()
 			s, err := w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Name: "bad", Spec: spec})
 			if err == nil {

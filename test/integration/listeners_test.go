@@ -62,7 +62,7 @@ var publicFiles = []protoreflect.FileDescriptor{
 
 // call makes a call with an empty request.
 func call(ctx context.Context, cc *grpc.ClientConn, m protoreflect.MethodDescriptor) error {
-	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	name := fmt.Sprintf("/%s/%s", m.Parent().FullName(), m.Name())
 	req, reply := dynamicpb.NewMessage(m.Input()), dynamicpb.NewMessage(m.Output())
@@ -306,7 +306,7 @@ func TestListenersOfNodes(t *testing.T) {
 func (w *world) hello(files pki.Files, node string) error {
 	w.Helper()
 	cc := w.dial("passthrough:///"+nodeAddr, credentials.NewTLS(w.tlsOf(files, pki.RoleCoordinator)), "", w.inHub())
-	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 	defer cancel()
 	stream, err := nodev1.NewSessionServiceClient(cc).Session(ctx)
 	if err != nil {

@@ -43,7 +43,7 @@ func up(t testing.TB) *cluster.Cluster {
 	t.Helper()
 	shared.once.Do(func() {
 		shared.password = cluster.NewPassword()
-		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 		defer cancel()
 		shared.cluster, shared.err = cluster.Up(ctx, stack.Options{Nodes: 2, RegistryUser: "puller", RegistryPassword: shared.password, Logf: t.Logf})
 		if shared.err == nil {
@@ -64,7 +64,7 @@ func end(failed bool) error {
 	if failed {
 		keepLogs(c)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	err := c.Client.Close()
 	if derr := c.Down(ctx); derr != nil {

@@ -244,27 +244,32 @@ func TestB01RestoreWhileAListenerIsHammered(t *testing.T) {
 	address := w.addressOf(s)
 	w.reaches(s, address)
 	ctx, cancel := context.WithCancel(w.ctx)
-	hammered := make(chan int, 1)
+	answered, hammered := make(chan struct{}, 1), make(chan struct{})
 	go func() {
-		answered := 0
+		defer close(hammered)
 		for ctx.Err() == nil {
 			try, end := context.WithTimeout(ctx, time.Second)
 			if w.echo(try, s, address) == nil {
-				answered++
+				select {
+				case answered <- struct{}{}:
+				default:
+				}
 			}
 			end()
 		}
-		hammered <- answered
 	}()
+	select {
+	case <-answered:
+	case <-hammered:
+		t.Fatal("nothing answers")
+	}
 	snap := w.checkpoint(s)
 	restored, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
 	w.ok(err)
 	forks, _, err := w.api.Fork(w.ctx, &dormousev1.ForkSandboxRequest{SandboxUid: s.UID, Count: 2})
 	w.ok(err)
 	cancel()
-	if <-hammered == 0 {
-		w.Error("nothing was answered meanwhile")
-	}
+	<-hammered
 	seen := map[string]bool{address: true}
 	w.reaches(s, address)
 	for _, c := range append(forks, restored) {

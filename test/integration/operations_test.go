@@ -1,11 +1,9 @@
 package integration
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"strings"
 	"testing"
 
@@ -201,30 +199,10 @@ func TestC05RedisAway(t *testing.T) {
 	w.sh(s, "true")
 }
 
-// longLease restarts the coordinator with a lease that no delay on a busy machine outlasts, and gives the way back.
-func (w *world) longLease() (restore func()) {
-	w.Helper()
-	file := w.CoordinatorConfig()
-	before, err := os.ReadFile(file)
-	w.ok(err)
-	after := bytes.Replace(before, []byte("ttl: 3s"), []byte("ttl: 2m"), 1)
-	if bytes.Equal(before, after) {
-		w.Fatal("the coordinator's configuration says nothing of the lease")
-	}
-	apply := func(data []byte) {
-		w.Helper()
-		w.ok(errors.Join(os.WriteFile(file, data, 0o600), w.StopCoordinator(w.ctx), w.StartCoordinatorReady(w.ctx)))
-		w.nodesOnline()
-	}
-	apply(after)
-	return func() { apply(before) }
-}
-
 // While Redis stands still, nodes stay online with new heartbeats, what is read from memory is
 // answered, and what waits for Redis goes on when it does.
 func TestC07RedisPaused(t *testing.T) {
 	w := enter(t)
-	defer w.longLease()()
 	s := w.create(w.spec())
 	node := s.Last.GetStatus().GetNode()
 	before, err := w.Client.GetNode(w.ctx, node)
@@ -241,7 +219,7 @@ func TestC07RedisPaused(t *testing.T) {
 		_, err := w.api.CreateVolume(w.ctx, &dormousev1.CreateVolumeRequest{Name: "waits"})
 		made <- err
 	}()
-	// Two heartbeats, half a second apart each: on any machine less than what the lease has left.
+	// Two heartbeats, half a second apart each: a small part of what the lease has left.
 	for seen := 0; seen < 2; {
 		w.await("a heartbeat", func() error {
 			n, err := w.Client.GetNode(w.ctx, node)

@@ -61,7 +61,7 @@ func enter(t *testing.T) *world {
 
 // leave deletes all of the tenant and searches the nodes.
 func (w *world) leave() {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	if err := w.deleteAll(ctx); err != nil {
 		w.Errorf("deleting what the test made: %v", err)
@@ -139,7 +139,7 @@ func poll(ctx context.Context, f func() error) error {
 // await is poll for a condition of the test.
 func (w *world) await(what string, f func() error) {
 	w.Helper()
-	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 	defer cancel()
 	if err := poll(ctx, f); err != nil {
 		w.Fatalf("%s: %v", what, err)

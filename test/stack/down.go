@@ -95,7 +95,7 @@ func (s *Stack) stopParts(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-const stopGrace = 10 * time.Second
+const stopGrace = 30 * time.Second
 
 // endSandboxes ends the processes of runsc whose state is inside the folder. The
 // sandbox's environment is empty, so they are known by the --root they were given.
@@ -194,7 +194,7 @@ func removeCgroup(ctx context.Context, top string) error {
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for _, dir := range dirs {
-		deadline := time.Now().Add(5 * time.Second)
+		deadline := time.Now().Add(time.Minute)
 		for {
 			if err := endGroup(ctx, dir); err != nil {
 				return err

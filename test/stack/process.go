@@ -136,7 +136,7 @@ func (s *Stack) awaitReady(ctx context.Context, c command, ended <-chan struct{}
 	if c.ready == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
@@ -296,7 +296,7 @@ func end(ctx context.Context, id identity, grace time.Duration) error {
 	if err := h.signal(unix.SIGKILL); err != nil {
 		return err
 	}
-	if !h.gone(context.WithoutCancel(ctx), 10*time.Second) {
+	if !h.gone(context.WithoutCancel(ctx), time.Minute) {
 		return fmt.Errorf("process %d does not end", id.PID)
 	}
 	return nil

@@ -104,7 +104,7 @@ func New(t testing.TB, opts Options) *Stack {
 		if t.Failed() {
 			s.tailLogs(t.Logf)
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 90*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 		defer cancel()
 		if err := s.Down(ctx); err != nil {
 			t.Errorf("ending the stack: %v", err)

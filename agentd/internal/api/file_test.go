@@ -119,7 +119,7 @@ func TestHostileHelperThroughTheAPI(t *testing.T) {
 		"an answer that is data": "D\x01\x00\x00xE\x00\x00\x00",
 	} {
 		n, s := newFileNode(t, []byte(said))
-		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		for call, err := range n.all(ctx, s) {
 			if errs.ReasonOf(err) != errs.TransferCut {
 				t.Errorf("%s, %s: got %v, want %s", name, call, err, errs.TransferCut)
@@ -141,7 +141,7 @@ func FuzzHelper(f *testing.F) {
 			return // a pipe's worth
 		}
 		n, s := newFileNode(t, said)
-		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		for call, err := range n.all(ctx, s) {
 			var e *errs.Error

@@ -45,11 +45,13 @@ func TestStdin(t *testing.T) {
 	r.Stdin = true
 	_, err = c.Start(ctx(t), r)
 	must(t, err)
-	short, cancel := context.WithTimeout(ctx(t), 3*time.Second)
-	defer cancel()
-	n, err := c.WriteStdin(short, "deaf", make([]byte, 1<<20))
-	if !errs.Has(err, errs.DeadlineExpired) || n < 64<<10 || n >= 1<<20 {
-		t.Fatalf("deaf process: %d %v", n, err)
+	for n, wait := 0, 500*time.Millisecond; n < 64<<10; wait *= 2 { // until there was the time to fill it
+		short, cancel := context.WithTimeout(ctx(t), wait)
+		more, err := c.WriteStdin(short, "deaf", make([]byte, 1<<20-n))
+		cancel()
+		if n += more; !errs.Has(err, errs.DeadlineExpired) || n >= 1<<20 || wait > time.Minute {
+			t.Fatalf("deaf process: %d %v", n, err)
+		}
 	}
 	must(t, c.Ping(ctx(t)))
 	_, err = c.Signal(ctx(t), "deaf", syscall.SIGKILL, false)

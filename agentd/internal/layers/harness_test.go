@@ -126,7 +126,7 @@ func waitFor(cmd *exec.Cmd, want *regexp.Regexp) (string, func(), error) {
 	}()
 	end := func() {
 		_ = cmd.Process.Signal(syscall.SIGTERM)
-		killer := time.AfterFunc(10*time.Second, func() { _ = cmd.Process.Kill() })
+		killer := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() })
 		<-read
 		_ = cmd.Wait()
 		killer.Stop()
@@ -138,7 +138,7 @@ func waitFor(cmd *exec.Cmd, want *regexp.Regexp) (string, func(), error) {
 		}
 		end()
 		return "", nil, fmt.Errorf("%s ended: %s", filepath.Base(cmd.Path), said.String())
-	case <-time.After(30 * time.Second):
+	case <-time.After(2 * time.Minute):
 		end()
 		return "", nil, fmt.Errorf("%s did not get ready: %s", filepath.Base(cmd.Path), said.String())
 	}

@@ -121,11 +121,11 @@ func (p place) serve(addr, name string) {
 // reach connects from the place, and gives the first line of the answer.
 func (p place) reach(addr string) (net.Conn, string, error) {
 	var c net.Conn
-	err := p.do(func() (err error) { c, err = net.DialTimeout("tcp4", addr, 20*time.Second); return err })
+	err := p.do(func() (err error) { c, err = net.DialTimeout("tcp4", addr, time.Minute); return err })
 	if err != nil {
 		return nil, "", err
 	}
-	must(p.t, c.SetDeadline(time.Now().Add(20*time.Second)))
+	must(p.t, c.SetDeadline(time.Now().Add(time.Minute)))
 	line, err := bufio.NewReader(io.LimitReader(c, 64)).ReadString('\n')
 	if err != nil {
 		_ = c.Close()

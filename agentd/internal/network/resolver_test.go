@@ -67,9 +67,9 @@ func (p place) lookup(proto, name string, kind uint16) *dns.Msg {
 	m.SetQuestion(dns.Fqdn(name), kind)
 	server := netip.AddrPortFrom(newAddresses(testRange).gateway, 53).String()
 	var conn net.Conn
-	must(p.t, p.do(func() (err error) { conn, err = net.DialTimeout(proto, server, 20*time.Second); return err }))
+	must(p.t, p.do(func() (err error) { conn, err = net.DialTimeout(proto, server, time.Minute); return err }))
 	defer conn.Close()
-	got, _, err := (&dns.Client{Net: strings.TrimSuffix(proto, "4"), Timeout: 20 * time.Second}).ExchangeWithConnContext(context.Background(), m, &dns.Conn{Conn: conn})
+	got, _, err := (&dns.Client{Net: strings.TrimSuffix(proto, "4"), Timeout: time.Minute}).ExchangeWithConnContext(context.Background(), m, &dns.Conn{Conn: conn})
 	must(p.t, err)
 	return got
 }

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
@@ -438,7 +439,13 @@ func TestWaitSaysWhatItSaw(t *testing.T) {
 	f := serve(t)
 	f.add("box", nil, nil)
 	f.fail["WatchSandboxes"] = errs.New(errs.NoLeader, "no leader")
-	if r := dormouse(t, "wait", "box", "--timeout", "300ms"); r.code != 124 || !strings.Contains(r.err, "is still running") {
+	var r result
+	for patience := 300 * time.Millisecond; patience < time.Minute; patience *= 2 { // until it was enough to see something
+		if r = dormouse(t, "wait", "box", "--timeout", patience.String()); r.code != 124 || strings.Contains(r.err, "is still running") {
+			break
+		}
+	}
+	if r.code != 124 || !strings.Contains(r.err, "is still running") {
 		t.Errorf("got %+v", r)
 	}
 }

@@ -88,7 +88,7 @@ func (d *desk) keys(s string) {
 // sees waits until something is on the terminal.
 func (d *desk) sees(want string) {
 	d.t.Helper()
-	timeout := time.After(30 * time.Second)
+	timeout := time.After(time.Minute)
 	for {
 		d.mu.Lock()
 		got := d.seen.String()

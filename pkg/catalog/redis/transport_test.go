@@ -7,13 +7,17 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"errors"
 	"fmt"
 	"io"
 	"math/big"
+	mathrand "math/rand/v2"
 	"net"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -114,9 +118,28 @@ func TestTLS(t *testing.T) {
 	}
 }
 
+// freePort finds a port for the bus of a cluster, which cannot do without. It is none of those that the system gives
+// to whoever asks for any.
+func freePort(t *testing.T) string {
+	t.Helper()
+	for {
+		port := strconv.Itoa(20000 + mathrand.IntN(10000))
+		l, err := net.Listen("tcp", "127.0.0.1:"+port)
+		if err == nil {
+			if err := l.Close(); err != nil {
+				t.Fatal(err)
+			}
+			return port
+		}
+		if !errors.Is(err, syscall.EADDRINUSE) {
+			t.Fatal(err)
+		}
+	}
+}
+
 // TestConformanceInClusterMode shows that all keys of a catalog, the scripts' own too, are in one slot.
 func TestConformanceInClusterMode(t *testing.T) {
-	server := redistest.Start(t, "cluster-enabled", "yes")
+	server := redistest.Start(t, "cluster-enabled", "yes", "bind", "127.0.0.1", "cluster-port", freePort(t))
 	client := raw(t, server)
 	if err := client.ClusterAddSlotsRange(t.Context(), 0, 16383).Err(); err != nil {
 		t.Fatal(err)

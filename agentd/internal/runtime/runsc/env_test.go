@@ -181,7 +181,7 @@ func (e *testEnv) ask(t testing.TB, id, line, ending string) string {
 	if _, err := g.in.WriteString(line + "\n"); err != nil {
 		t.Fatal(err)
 	}
-	must(t, g.out.SetReadDeadline(time.Now().Add(30*time.Second)))
+	must(t, g.out.SetReadDeadline(time.Now().Add(2*time.Minute)))
 	var said bytes.Buffer
 	buf := make([]byte, 4096)
 	for !strings.Contains(said.String(), ending) || !strings.HasSuffix(said.String(), "\n") {
@@ -272,7 +272,7 @@ func zombies(t testing.TB) []string {
 
 func bounded(t *testing.T) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -281,7 +281,7 @@ func bounded(t *testing.T) context.Context {
 func (n *node) deleteAtEnd(t *testing.T, id string) {
 	t.Helper()
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 3*time.Minute)
 		defer cancel()
 		if err := n.d.Delete(ctx, id); err != nil {
 			t.Error(err)
