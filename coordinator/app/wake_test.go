@@ -68,7 +68,7 @@ func (r *rig) uses() map[string]func(ctx context.Context, u string) error {
 // TestWakeOnEveryReplica: a call that comes to a standby wakes the sandbox as one that comes to the leader does, also when the leader
 // has just gone.
 func TestWakeOnEveryReplica(t *testing.T) {
-	r := newRig(t, func(c *app.Config) { c.Lease.TTL = 5 * time.Second })
+	r := newRig(t)
 	n := r.node("n1")
 	u, other := r.sleeper(true), r.sleeper(false)
 	leader := r.app
