@@ -436,3 +436,32 @@ func TestFilesAcrossPause(t *testing.T) {
 		t.Errorf("read %s, want %s", got, want)
 	}
 }
+
+// What an upload left that nobody took up again is removed by a later write into its folder, a day after; what somebody is at is not, however
+// old it seems.
+func TestFilesLeftByUploads(t *testing.T) {
+	w := enter(t)
+	s := w.create(w.spec())
+	src := &pausing{pattern: pattern{size: mib}, reached: make(chan struct{}), resume: make(chan struct{})}
+	wrote := make(chan error, 1)
+	reached := src.reached
+	go func() {
+		_, err := s.Files().Write(w.ctx, "/root/slow", src, client.WriteOptions{})
+		wrote <- err
+	}()
+	<-reached
+	w.await("the upload's hidden file", func() error {
+		if got := w.sh(s, "ls -A /root | grep -c 'slow.*dormouse-part$'"); got != "1" {
+			return fmt.Errorf("%s files", got)
+		}
+		return nil
+	})
+	w.sh(s, `cd /root && echo half >.left.an-id.dormouse-part && echo half >.new.an-id.dormouse-part && touch -d '2001-01-01 00:00:00' .left* .slow*`)
+	_, err := s.Files().Write(w.ctx, "/root/other", strings.NewReader("other"), client.WriteOptions{})
+	w.ok(err)
+	close(src.resume)
+	w.ok(<-wrote)
+	if got := w.sh(s, "ls -A /root"); got != ".new.an-id.dormouse-part\nother\nslow" {
+		t.Errorf("in the folder: %s", got)
+	}
+}

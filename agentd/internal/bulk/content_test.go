@@ -100,6 +100,87 @@ func TestAWriteThatIsCutLeavesNothing(t *testing.T) {
 	}
 }
 
+// TestAWriteRemovesWhatNobodyTakesUp: of the unfinished writes in its folder, those that were left for more than a day; none that
+// somebody is at, or has just been at.
+func TestAWriteRemovesWhatNobodyTakesUp(t *testing.T) {
+	w := newWorld(t, Options{}, realHelper)
+	dir := t.TempDir()
+	long := time.Now().Add(-25 * time.Hour)
+	age := func(path string) {
+		t.Helper()
+		must(t, os.Chtimes(path, long, long))
+	}
+	left := func(name, content string) string {
+		t.Helper()
+		path := filepath.Join(dir, name)
+		must(t, os.WriteFile(path, []byte(content), 0o600))
+		return path
+	}
+	begin := func(order bulkwire.Order) (*Transfer, bulkwire.Opened) {
+		t.Helper()
+		order.Op = bulkwire.Write
+		tr, err := w.Start(within(t), w.uid, order)
+		must(t, err)
+		t.Cleanup(func() { _ = tr.Close() })
+		var opened bulkwire.Opened
+		must(t, tr.Answer(&opened))
+		return tr, opened
+	}
+	finish := func(tr *Transfer) {
+		t.Helper()
+		must(t, tr.CloseWrite())
+		must(t, tr.Result(nil))
+	}
+	// A slow client's write: nothing has come for a day.
+	slow, opened := begin(bulkwire.Order{Path: filepath.Join(dir, "slow"), Upload: "slow"})
+	_, err := slow.Write([]byte("half, "))
+	must(t, err)
+	eventually(t, "the half has arrived", func() bool {
+		got, err := os.ReadFile(opened.Part)
+		return err == nil && string(got) == "half, "
+	})
+	age(opened.Part)
+	age(left(".cut.an-id.dormouse-part", "half"))
+	age(left(".taken.up.dormouse-part", "taken "))
+	left(".cut.recently.dormouse-part", "half")
+	age(left("no.dormouse-part", "a user's"))
+	must(t, os.Mkdir(filepath.Join(dir, ".folder.dormouse-part"), 0o700))
+	age(filepath.Join(dir, ".folder.dormouse-part"))
+	outside := filepath.Join(t.TempDir(), "outside")
+	must(t, os.WriteFile(outside, nil, 0o600))
+	age(outside)
+	must(t, os.Symlink(outside, filepath.Join(dir, ".link.dormouse-part")))
+
+	// Taken up after a day, by who is first: it goes on, and counts as new.
+	taken, opened := begin(bulkwire.Order{Path: filepath.Join(dir, "taken"), Upload: "up", Resume: true})
+	if opened.Offset != int64(len("taken ")) {
+		t.Fatalf("taken up at %d", opened.Offset)
+	}
+	if st, err := os.Stat(opened.Part); err != nil || time.Since(st.ModTime()) > 24*time.Hour {
+		t.Fatalf("taken up it is of %v, %v", st.ModTime(), err)
+	}
+	other, _ := begin(bulkwire.Order{Path: filepath.Join(dir, "other")})
+	finish(other)
+	for tr, rest := range map[*Transfer]string{slow: "whole", taken: "up"} {
+		_, err = tr.Write([]byte(rest))
+		must(t, err)
+		finish(tr)
+	}
+	want := map[string]string{"slow": "half, whole", "taken": "taken up", "other": "", ".cut.recently.dormouse-part": "half",
+		"no.dormouse-part": "a user's", ".folder.dormouse-part": "", ".link.dormouse-part": ""}
+	entries, err := os.ReadDir(dir)
+	must(t, err)
+	for _, e := range entries {
+		content, known := want[e.Name()]
+		if got, err := os.ReadFile(filepath.Join(dir, e.Name())); !known || e.Type() != os.ModeDir && (err != nil || string(got) != content) {
+			t.Errorf("there is %s: %q, %v", e.Name(), got, err)
+		}
+	}
+	if len(entries) != len(want) {
+		t.Errorf("there are %v", entries)
+	}
+}
+
 // TestAReadIsTakenUp: from its offset, with the digest of all; not when the file is another one.
 func TestAReadIsTakenUp(t *testing.T) {
 	w := newWorld(t, Options{}, realHelper)

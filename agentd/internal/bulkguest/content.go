@@ -117,9 +117,6 @@ type writing struct {
 	size   int64
 }
 
-// partMark ends the names of unfinished writes.
-const partMark = ".dormouse-part"
-
 func (h *helper) write() (err error) {
 	w := &writing{h: h, digest: sha256.New()}
 	if err := w.resolve(); err != nil {
@@ -192,7 +189,8 @@ func (w *writing) resolve() error {
 	return &fs.PathError{Op: "write", Path: w.h.order.Path, Err: unix.ELOOP}
 }
 
-// open opens the hidden file, a new one or the one that is taken up.
+// open opens the hidden file, a new one or the one that is taken up. Before it, what earlier writes left is removed: it may
+// be what takes the room.
 func (w *writing) open() (err error) {
 	o := w.h.order
 	name := o.Upload
@@ -201,10 +199,10 @@ func (w *writing) open() (err error) {
 	}
 	base := filepath.Base(w.target)
 	w.part = filepath.Join(filepath.Dir(w.target), "."+base[:min(len(base), 100)]+"."+name+partMark)
+	sweep(filepath.Dir(w.part), filepath.Base(w.part))
 	flags := os.O_RDWR | unix.O_NOFOLLOW | unix.O_CLOEXEC | unix.O_NONBLOCK
 	if o.Resume {
-		w.f, err = os.OpenFile(w.part, flags, 0)
-		if err == nil {
+		if err = w.reopen(flags); err == nil {
 			return w.takeUp()
 		}
 		if !errors.Is(err, fs.ErrNotExist) {
@@ -233,8 +231,22 @@ func (w *writing) open() (err error) {
 func (w *writing) create(flags int) (err error) {
 	w.h.mu.Lock()
 	defer w.h.mu.Unlock()
-	if w.f, err = os.OpenFile(w.part, flags, 0o600); err == nil && w.h.order.Upload == "" {
+	if w.f, err = os.OpenFile(w.part, flags, 0o600); err != nil {
+		return err
+	}
+	if w.h.order.Upload == "" {
 		w.h.undo = func() { _ = os.Remove(w.part) }
+	}
+	return hold(w.f)
+}
+
+// reopen opens the hidden file of a write that is taken up.
+func (w *writing) reopen(flags int) (err error) {
+	if w.f, err = os.OpenFile(w.part, flags, 0); err != nil {
+		return err
+	}
+	if err = hold(w.f); err != nil {
+		_ = w.f.Close()
 	}
 	return err
 }
@@ -257,6 +269,7 @@ func (w *writing) takeUp() error {
 	if !st.Mode().IsRegular() {
 		return notAFile(w.part)
 	}
+	touch(w.f)
 	if w.size, err = io.CopyBuffer(onlyWriter{w.digest}, onlyReader{w.f}, make([]byte, bulkwire.MaxData)); err != nil {
 		return err
 	}

@@ -606,7 +606,7 @@ type WriteFileOpen struct {
 	// What the content must have, else DIGEST_MISMATCH and the file stays as it was. "sha256:" and hexadecimal.
 	ExpectedDigest string `protobuf:"bytes,7,opt,name=expected_digest,json=expectedDigest,proto3" json:"expected_digest,omitempty"`
 	// A name of the client's for a write that can be taken up again: up to 64 letters, digits and dashes. What
-	// is not finished stays beside the file as a hidden one, until it is taken up or removed.
+	// is not finished stays beside the file as a hidden one, until it is taken up or removed, for a day at least.
 	UploadId string `protobuf:"bytes,8,opt,name=upload_id,json=uploadId,proto3" json:"upload_id,omitempty"`
 	// Take up what was sent under upload_id.
 	Resume        bool   `protobuf:"varint,9,opt,name=resume,proto3" json:"resume,omitempty"`
