@@ -37,7 +37,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/activity"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
@@ -276,7 +275,7 @@ func (a *App) openSession(context.Context) error {
 		if network == "unix" {
 			target = "unix:" + addr
 		}
-		opts := append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(a.tls.Client(pki.RoleCoordinator, ""))))
+		opts := append(wire.DialOptions(), grpc.WithTransportCredentials(wire.TLS(a.tls.Client(pki.RoleCoordinator, ""))))
 		conn, err := grpc.NewClient(target, opts...)
 		if err != nil {
 			return fmt.Errorf("coordinator %s: %w", address, err)

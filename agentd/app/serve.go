@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/access"
@@ -153,7 +152,7 @@ func (a *App) servers() ([]*server, error) {
 		dormousev1.RegisterPortServiceServer(r, &api.Forwards{Ports: a.node})
 	}
 
-	node := guarded(access.Coordinators(a.node), grpc.Creds(credentials.NewTLS(a.tls.Server(pki.RoleCoordinator))))
+	node := guarded(access.Coordinators(a.node), grpc.Creds(wire.TLS(a.tls.Server(pki.RoleCoordinator))))
 	nodev1.RegisterAgentServiceServer(node, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
 	dataPlane(node)
 	debugging := with()
@@ -170,7 +169,7 @@ func (a *App) servers() ([]*server, error) {
 	if a.cfg.Direct.Listen == "" {
 		return all, nil
 	}
-	direct := guarded(access.Clients(a.node, &a.tickets), grpc.Creds(credentials.NewTLS(a.tls.ServerAlone())),
+	direct := guarded(access.Clients(a.node, &a.tickets), grpc.Creds(wire.TLS(a.tls.ServerAlone())),
 		grpc.MaxConcurrentStreams(directStreams), grpc.MaxHeaderListSize(directHeaders), grpc.ConnectionTimeout(10*time.Second))
 	dataPlane(direct)
 	return append(all, &server{Server: direct, name: "direct listener", open: func(ctx context.Context) (net.Listener, error) {

@@ -15,7 +15,6 @@ import (
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
@@ -62,7 +61,7 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 	a.owned.Go(func() { services.Run(life) })
 	for i, l := range grpcs {
 		address := a.cfg.Listen.GRPC[i]
-		creds := credentials.NewTLS(files.ServerOptional(pki.RoleClient, pki.RoleOperator, pki.RoleCoordinator))
+		creds := wire.TLS(files.ServerOptional(pki.RoleClient, pki.RoleOperator, pki.RoleCoordinator))
 		if isUnix(address) {
 			creds = insecure.NewCredentials()
 		}
@@ -78,7 +77,7 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 			return err
 		}
 		opts := append([]grpc.ServerOption{grpc.ChainStreamInterceptor(keepRaw)}, around.Options()...)
-		srv := grpc.NewServer(append(opts, grpc.ChainStreamInterceptor(readRaw), grpc.Creds(credentials.NewTLS(files.Server(pki.RoleNode))),
+		srv := grpc.NewServer(append(opts, grpc.ChainStreamInterceptor(readRaw), grpc.Creds(wire.TLS(files.Server(pki.RoleNode))),
 			grpc.MaxRecvMsgSize(maxNodeMessage), alive(), lenient())...)
 		nodev1.RegisterSessionServiceServer(srv, a.registry)
 		a.serveGRPC("node", l, srv)

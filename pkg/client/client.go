@@ -101,13 +101,13 @@ func (c Config) transport(local bool) (credentials.TransportCredentials, error) 
 		return insecure.NewCredentials(), nil // the socket's file mode guards it
 	}
 	if c.CA == "" {
-		return credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13}), nil
+		return wire.TLS(&tls.Config{MinVersion: tls.VersionTLS13}), nil
 	}
 	t, err := pki.ClientTLS(pki.Files{CA: c.CA, Cert: c.Cert, Key: c.Key}, nil, pki.RoleCoordinator, "")
 	if err != nil {
 		return nil, errs.Wrap(err, errs.InvalidField, "the TLS files cannot be used: %s", err).With("field", "ca")
 	}
-	return credentials.NewTLS(t), nil
+	return wire.TLS(t), nil
 }
 
 // bearer sends the API key, over TLS or a socket of this machine only.

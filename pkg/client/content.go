@@ -11,12 +11,14 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
 const (
-	// pieceBytes is how much of a file is sent in a message.
+	// pieceBytes is how much of a file is sent in a message, and dataField the number of the field that it is in.
 	pieceBytes = 124 << 10
+	dataField  = 2
 	// keptBytes is how much of what was sent is kept, to be sent again: more than can be on its way.
 	keptBytes = 8 << 20
 	// removeTime bounds tidying up after a write that was given up.
@@ -46,7 +48,8 @@ type FileReader struct {
 	ctx    context.Context //nolint:containedctx // a reader has no other way to be told
 	cancel context.CancelFunc
 	stream dormousev1.FileService_ReadFileClient
-	rest   []byte
+	piece  wire.Incoming
+	rest   [][]byte // of the piece
 	digest digester
 	offset int64
 	err    error
@@ -86,8 +89,17 @@ func (r *FileReader) Read(p []byte) (int, error) {
 	for len(r.rest) == 0 && r.err == nil {
 		r.err = r.receive()
 	}
-	n := copy(p, r.rest)
-	r.rest = r.rest[n:]
+	n := 0
+	for n < len(p) && len(r.rest) > 0 {
+		part := r.rest[0]
+		m := copy(p[n:], part)
+		n += m
+		if m < len(part) {
+			r.rest[0] = part[m:]
+			break
+		}
+		r.rest = r.rest[1:]
+	}
 	if n > 0 {
 		return n, nil
 	}
@@ -96,17 +108,22 @@ func (r *FileReader) Read(p []byte) (int, error) {
 
 // receive gets the next piece; io.EOF at a checked end.
 func (r *FileReader) receive() error {
-	resp, err := r.stream.Recv()
-	if err != nil {
+	resp := &dormousev1.ReadFileResponse{}
+	r.piece.Field, r.piece.Message = dataField, resp
+	if err := r.stream.RecvMsg(&r.piece); err != nil {
 		if err = ended(err); !again(r.ctx, err) {
 			return err
 		}
 		return r.takeUp(err)
 	}
-	if data := resp.GetData(); len(data) > 0 {
-		r.digest.Write(data)
-		r.offset += int64(len(data))
-		r.rest = data
+	parts, size, ok := r.piece.Bytes()
+	if ok {
+		for _, part := range parts {
+			r.digest.Write(part)
+		}
+		r.offset += int64(size)
+		r.rest = parts
+		return nil
 	}
 	if t := resp.GetTrailer(); t != nil {
 		if err := r.digest.check(r.Info.GetPath(), t.GetDigest()); err != nil {
@@ -160,20 +177,21 @@ type upload struct {
 	open   *dormousev1.WriteFileOpen
 	src    io.Reader
 	digest digester
-	kept   []byte // the last of what was read
-	read   int64  // from src
+	kept   []*wire.Outgoing // the last of what was read
+	held   int64            // bytes of kept
+	read   int64            // from src
 	eof    bool
 	part   string
-	buf    []byte
 }
 
 // Write replaces a file by what is read from r, or makes it: complete or not at all. A cut connection is taken up
 // again where the server is. It returns once the file is in place, with a checked digest.
 func (f *Files) Write(ctx context.Context, path string, r io.Reader, opts WriteOptions) (*dormousev1.WriteFileDone, error) {
-	u := &upload{f: f, src: r, digest: newDigest(), buf: make([]byte, pieceBytes), open: &dormousev1.WriteFileOpen{
+	u := &upload{f: f, src: r, digest: newDigest(), open: &dormousev1.WriteFileOpen{
 		SandboxUid: f.Sandbox, Path: path, Mode: opts.Mode, Owner: opts.Owner, CreateParents: opts.Parents, SizeHintBytes: opts.Size,
 		UploadId: uid.New(), User: f.User,
 	}}
+	defer func() { u.forget(0) }()
 	backoff, sent := firstBackoff, int64(-1)
 	for attempt := 1; ; attempt++ {
 		done, err := u.try(ctx)
@@ -221,13 +239,10 @@ func (u *upload) try(ctx context.Context) (*dormousev1.WriteFileDone, error) {
 	opened := resp.GetOpened()
 	u.part = opened.GetPartPath()
 	missing := u.read - opened.GetOffset()
-	if missing < 0 || missing > int64(len(u.kept)) {
+	if missing < 0 || missing > u.held {
 		return nil, errs.New(errs.TransferCut, "the sandbox has lost too much of what was sent; write the file again").WithOutcome(errs.NotStarted, errs.Never)
 	}
-	send := func(data []byte) error {
-		return stream.Send(&dormousev1.WriteFileRequest{Event: &dormousev1.WriteFileRequest_Data{Data: data}})
-	}
-	if err := u.sendAll(u.kept[int64(len(u.kept))-missing:], send); err != nil {
+	if err := u.sendAll(missing, func(piece *wire.Outgoing) error { return stream.SendMsg(piece) }); err != nil {
 		return nil, err
 	}
 	if err := stream.CloseSend(); err != nil {
@@ -242,40 +257,56 @@ func (u *upload) try(ctx context.Context) (*dormousev1.WriteFileDone, error) {
 
 // sendAll sends again what is missing and then what the source has. A send that failed is no error here: what is
 // received then says why.
-func (u *upload) sendAll(missing []byte, send func([]byte) error) error {
-	for len(missing) > 0 {
-		n := min(len(missing), pieceBytes)
-		if send(missing[:n]) != nil {
+func (u *upload) sendAll(missing int64, send func(*wire.Outgoing) error) error {
+	over := u.held - missing
+	for _, piece := range u.kept {
+		skip := min(over, int64(piece.Len()))
+		over -= skip
+		if skip == int64(piece.Len()) {
+			continue
+		}
+		rest := piece.After(int(skip))
+		err := send(rest)
+		rest.Free()
+		if err != nil {
 			return nil
 		}
-		missing = missing[n:]
 	}
 	for !u.eof {
-		n, err := io.ReadFull(u.src, u.buf)
-		u.keep(u.buf[:n])
-		if u.eof = errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF); err != nil && !u.eof {
-			return err
+		room := wire.Room()
+		n, err := io.ReadFull(u.src, room[:pieceBytes])
+		u.eof = errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
+		if n > 0 {
+			piece := wire.NewOutgoing(dataField, room, n)
+			u.keep(piece)
+			if err == nil || u.eof {
+				if send(piece) != nil {
+					return nil
+				}
+			}
 		}
-		if n > 0 && send(u.buf[:n]) != nil {
-			return nil
+		if err != nil && !u.eof {
+			return err
 		}
 	}
 	return nil
 }
 
 // keep remembers what was read.
-func (u *upload) keep(data []byte) {
-	u.digest.Write(data)
-	u.read += int64(len(data))
-	if len(u.kept)+len(data) > cap(u.kept) {
-		if cap(u.kept) < 2*keptBytes {
-			grown := make([]byte, len(u.kept), min(2*keptBytes, max(2*cap(u.kept), 4*pieceBytes)))
-			copy(grown, u.kept)
-			u.kept = grown
-		}
-		if over := len(u.kept) + len(data) - cap(u.kept); over > 0 {
-			u.kept = u.kept[:copy(u.kept[:cap(u.kept)], u.kept[len(u.kept)-keptBytes:])]
-		}
+func (u *upload) keep(piece *wire.Outgoing) {
+	u.digest.Write(piece.Bytes())
+	u.read += int64(piece.Len())
+	u.held += int64(piece.Len())
+	u.kept = append(u.kept, piece)
+	u.forget(keptBytes)
+}
+
+// forget gives up what was read first, as long as so many bytes are kept.
+func (u *upload) forget(bytes int64) {
+	for len(u.kept) > 0 && u.held-int64(u.kept[0].Len()) >= bytes {
+		u.held -= int64(u.kept[0].Len())
+		u.kept[0].Free()
+		u.kept[0] = nil
+		u.kept = u.kept[1:]
 	}
-	u.kept = append(u.kept, data...)
 }

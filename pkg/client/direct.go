@@ -10,7 +10,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/metadata"
 
 	"github.com/dormouse-run/dormouse/pkg/dataplane"
@@ -199,7 +198,7 @@ func (p *plane) node(key nodeKey) (*grpc.ClientConn, error) {
 	if err != nil {
 		return nil, err
 	}
-	opts := append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(tls)), grpc.WithDisableRetry(),
+	opts := append(wire.DialOptions(), grpc.WithTransportCredentials(wire.TLS(tls)), grpc.WithDisableRetry(),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage)), grpc.WithDisableServiceConfig())
 	if p.dialNode != nil {
 		opts = append(opts, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) { return p.dialNode(ctx, "tcp", address) }))

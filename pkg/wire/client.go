@@ -15,6 +15,14 @@ import (
 // calls that they would with gRPC's own size.
 const connBuffer = 128 << 10
 
+// What is sent and not read yet of a stream, and on a connection. The connection's is refilled as bytes arrive, so
+// that a stream that nobody reads stops only itself. They are fixed: gRPC's own estimate begins too low for a file and
+// may grow to 16 MiB for each stream.
+const (
+	streamWindow = 256 << 10
+	connWindow   = 4 << 20
+)
+
 // DialOptions gives the interceptors of a client: its errors are *errs.Error, and the request's id
 // in the context goes with the call.
 func DialOptions() []grpc.DialOption {
@@ -23,6 +31,7 @@ func DialOptions() []grpc.DialOption {
 		grpc.WithChainStreamInterceptor(StreamClient),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec)),
 		grpc.WithReadBufferSize(connBuffer), grpc.WithWriteBufferSize(connBuffer),
+		grpc.WithStaticStreamWindowSize(streamWindow), grpc.WithStaticConnWindowSize(connWindow),
 	}
 }
 

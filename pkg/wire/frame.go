@@ -11,7 +11,7 @@ import (
 // neither decoded nor copied. It is sent once.
 type Frame struct{ data mem.BufferSlice }
 
-// frameCodec is gRPC's codec of protos, and knows Frames.
+// frameCodec is gRPC's codec of protos, and knows Frames, Incoming and Outgoing.
 //
 // It has a pool of its own for the messages that carry pieces of files. gRPC's has nothing between 32 KiB and
 // 1 MiB, and clears a buffer whenever it gives it out.
@@ -25,7 +25,10 @@ const smallest, piece, largest = 15, 17, 20
 
 var codec = newCodec()
 
-func newCodec() encoding.CodecV2 {
+// Codec is what all connections of DialOptions and Options encode with.
+func Codec() encoding.CodecV2 { return codec }
+
+func newCodec() frameCodec {
 	pool, err := mem.NewBinaryTieredBufferPool(smallest, piece, largest)
 	if err != nil {
 		panic(err) // the powers are constants
@@ -40,6 +43,8 @@ func (c frameCodec) Marshal(v any) (mem.BufferSlice, error) {
 		data := v.data
 		v.data = nil
 		return data, nil
+	case *Outgoing:
+		return v.marshal(), nil
 	case proto.Message:
 		size := proto.Size(v)
 		if size < 1<<smallest {
@@ -63,6 +68,11 @@ func (c frameCodec) Unmarshal(data mem.BufferSlice, v any) error {
 		data.Ref()
 		v.data = data
 		return nil
+	case *Incoming:
+		if v.take(data) {
+			return nil
+		}
+		return v.decodeInto(c, data)
 	case proto.Message:
 		if data.Len() < 1<<smallest {
 			break

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/dataplane"
@@ -177,7 +176,7 @@ func (b *bench) onNode() (*client.Client, error) {
 	}
 	dial := fabric.Dialer(b.cluster.HubNetns())
 	cc, err := grpc.NewClient("passthrough:///"+b.cluster.AgentAddress(1), append(wire.DialOptions(),
-		grpc.WithTransportCredentials(credentials.NewTLS(cfg)), grpc.WithPerRPCCredentials(inNameOf(stack.Tenant)),
+		grpc.WithTransportCredentials(wire.TLS(cfg)), grpc.WithPerRPCCredentials(inNameOf(stack.Tenant)),
 		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) { return dial(ctx, "tcp", addr) }))...)
 	if err != nil {
 		return nil, err

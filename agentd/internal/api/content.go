@@ -7,10 +7,12 @@ import (
 	"strings"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -36,9 +38,7 @@ func (s *Files) ReadFile(req *dormousev1.ReadFileRequest, stream grpc.ServerStre
 	if err := stream.Send(&dormousev1.ReadFileResponse{Event: &dormousev1.ReadFileResponse_Header{Header: fileToProto(&info)}}); err != nil {
 		return err
 	}
-	done, err := sendAll(t, func(data []byte) error {
-		return stream.Send(&dormousev1.ReadFileResponse{Event: &dormousev1.ReadFileResponse_Data{Data: data}})
-	})
+	done, err := sendAll(t, stream)
 	if err != nil {
 		return err
 	}
@@ -54,9 +54,11 @@ func checkVersion(version string) error {
 	return nil
 }
 
-// sendAll passes on all that the helper sends. gRPC has encoded a message when Send returns, so the piece
-// may be used again.
-func sendAll(t *bulk.Transfer, send func([]byte) error) (done bulkwire.Done, err error) {
+// dataField is the number of the field of bytes in all messages that carry a part of a file or an archive.
+const dataField = 2
+
+// sendAll passes on all that the helper sends, in the memory in which it came.
+func sendAll(t *bulk.Transfer, stream grpc.ServerStream) (done bulkwire.Done, err error) {
 	for {
 		data, err := t.Next()
 		if errors.Is(err, io.EOF) {
@@ -66,29 +68,39 @@ func sendAll(t *bulk.Transfer, send func([]byte) error) (done bulkwire.Done, err
 		if err != nil {
 			return done, err
 		}
-		if err := send(data); err != nil {
+		piece := wire.NewOutgoing(dataField, t.Swap(wire.Room()), len(data))
+		err = stream.SendMsg(piece)
+		piece.Free()
+		if err != nil {
 			return done, err
 		}
 	}
 }
 
-// receiveAll passes on all that the client sends, up to the close of its side. data gives the bytes of the
-// next message.
-func receiveAll(t *bulk.Transfer, data func() ([]byte, error)) (done bulkwire.Done, err error) {
+// receiveAll passes on all that the client sends, up to the close of its side. A message that is no data is decoded
+// into msg, and opens tells whether it opens.
+func receiveAll(t *bulk.Transfer, stream grpc.ServerStream, msg proto.Message, opens func() bool) (done bulkwire.Done, err error) {
+	piece := wire.Incoming{Field: dataField, Message: msg}
+	defer piece.Free()
 	for {
-		piece, err := data()
+		err := stream.RecvMsg(&piece)
 		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {
 			return done, err
 		}
-		if len(piece) > maxFileData {
-			return done, errs.New(errs.LimitExceeded, "data: %d bytes in a message, at most %d", len(piece), maxFileData).With("field", "data").
-				With("limit", strconv.Itoa(maxFileData)).With("got", strconv.Itoa(len(piece)))
-		}
-		if _, err := t.Write(piece); err != nil {
-			return done, t.Verdict(err)
+		parts, size, ok := piece.Bytes()
+		switch {
+		case !ok && opens():
+			return done, notOpen(true)
+		case size > maxFileData:
+			return done, errs.New(errs.LimitExceeded, "data: %d bytes in a message, at most %d", size, maxFileData).With("field", "data").
+				With("limit", strconv.Itoa(maxFileData)).With("got", strconv.Itoa(size))
+		case size > 0:
+			if err := t.WriteParts(parts, size); err != nil {
+				return done, t.Verdict(err)
+			}
 		}
 	}
 	if err := t.CloseWrite(); err != nil {
@@ -132,13 +144,7 @@ func (s *Files) WriteFile(stream grpc.BidiStreamingServer[dormousev1.WriteFileRe
 	if err != nil {
 		return err
 	}
-	done, err := receiveAll(t, func() ([]byte, error) {
-		msg, err := stream.Recv()
-		if err == nil && msg.GetOpen() != nil {
-			err = notOpen(true)
-		}
-		return msg.GetData(), err
-	})
+	done, err := receiveAll(t, stream, msg, func() bool { return msg.GetOpen() != nil })
 	if err != nil {
 		return err
 	}
@@ -180,9 +186,7 @@ func (s *Files) ReadArchive(req *dormousev1.ReadArchiveRequest, stream grpc.Serv
 	if err := stream.Send(&dormousev1.ReadArchiveResponse{Event: &dormousev1.ReadArchiveResponse_Header{Header: fileToProto(&info)}}); err != nil {
 		return err
 	}
-	done, err := sendAll(t, func(data []byte) error {
-		return stream.Send(&dormousev1.ReadArchiveResponse{Event: &dormousev1.ReadArchiveResponse_Data{Data: data}})
-	})
+	done, err := sendAll(t, stream)
 	if err != nil {
 		return err
 	}
@@ -233,13 +237,7 @@ func (s *Files) WriteArchive(stream grpc.BidiStreamingServer[dormousev1.WriteArc
 	if err := stream.Send(&dormousev1.WriteArchiveResponse{Event: &dormousev1.WriteArchiveResponse_Opened{Opened: &dormousev1.WriteArchiveOpened{}}}); err != nil {
 		return err
 	}
-	done, err := receiveAll(t, func() ([]byte, error) {
-		msg, err := stream.Recv()
-		if err == nil && msg.GetOpen() != nil {
-			err = notOpen(true)
-		}
-		return msg.GetData(), err
-	})
+	done, err := receiveAll(t, stream, msg, func() bool { return msg.GetOpen() != nil })
 	if err != nil {
 		return err
 	}

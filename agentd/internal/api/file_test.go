@@ -17,6 +17,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime/fake"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -66,6 +67,25 @@ type down[T any] struct {
 func (d *down[T]) Context() context.Context { return d.ctx }
 func (d *down[T]) Send(m *T) error          { d.sent = append(d.sent, m); return nil }
 
+// SendMsg sends what is encoded as it is.
+func (d *down[T]) SendMsg(m any) error {
+	msg := new(T)
+	if err := coded(m, msg); err != nil {
+		return err
+	}
+	return d.Send(msg)
+}
+
+// coded encodes from and decodes that into another.
+func coded(from, into any) error {
+	data, err := wire.Codec().Marshal(from)
+	if err != nil {
+		return err
+	}
+	defer data.Free()
+	return wire.Codec().Unmarshal(data, into)
+}
+
 // both is a stream whose client sends what it is given.
 type both[In, Out any] struct {
 	down[Out]
@@ -79,6 +99,15 @@ func (b *both[In, Out]) Recv() (*In, error) {
 	m := b.in[0]
 	b.in = b.in[1:]
 	return m, nil
+}
+
+// RecvMsg receives into whatever decodes itself.
+func (b *both[In, Out]) RecvMsg(m any) error {
+	msg, err := b.Recv()
+	if err != nil {
+		return err
+	}
+	return coded(msg, m)
 }
 
 // all makes each call of the service once, with valid requests.

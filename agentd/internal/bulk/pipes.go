@@ -1,6 +1,7 @@
 package bulk
 
 import (
+	"errors"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -48,6 +49,46 @@ func newPipes() (*pipes, error) {
 		*own = os.NewFile(uintptr(fds[mine]), "transfer")
 	}
 	return p, nil
+}
+
+// vectors writes several pieces of memory to a pipe in one call.
+type vectors struct{ *os.File }
+
+// WriteVector implements bulkwire.Vector. It consumes the slice.
+func (f vectors) WriteVector(parts [][]byte) error {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var failed error
+	err = raw.Write(func(fd uintptr) bool {
+		for len(parts) > 0 {
+			n, err := unix.Writev(int(fd), parts)
+			switch {
+			case errors.Is(err, unix.EINTR):
+			case errors.Is(err, unix.EAGAIN):
+				return false
+			case err != nil:
+				failed = os.NewSyscallError("writev", err)
+				return true
+			}
+			parts = after(parts, n)
+		}
+		return true
+	})
+	return errors.Join(err, failed)
+}
+
+// after gives what is left of the parts without the first n bytes.
+func after(parts [][]byte, n int) [][]byte {
+	for len(parts) > 0 && n >= len(parts[0]) {
+		n -= len(parts[0])
+		parts = parts[1:]
+	}
+	if n > 0 {
+		parts[0] = parts[0][n:]
+	}
+	return parts
 }
 
 func (p *pipes) close() {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -40,7 +41,7 @@ type Transfer struct {
 }
 
 func newTransfer(ctx context.Context, m *Manager, uid string, proc runtime.Process, p *pipes) *Transfer {
-	t := &Transfer{m: m, uid: uid, proc: proc, pipe: p, in: bulkwire.NewReader(p.out), out: bulkwire.NewWriter(p.in), gone: make(chan struct{})}
+	t := &Transfer{m: m, uid: uid, proc: proc, pipe: p, in: bulkwire.NewReader(p.out), out: bulkwire.NewWriter(vectors{p.in}), gone: make(chan struct{})}
 	stop := context.AfterFunc(ctx, func() { t.cut(errs.From(context.Cause(ctx))) })
 	t.mu.Lock()
 	t.stop = stop
@@ -183,6 +184,32 @@ func (t *Transfer) Write(p []byte) (int, error) {
 	return n, nil
 }
 
+// WriteParts sends size bytes in as few frames as they need. The parts are not copied.
+func (t *Transfer) WriteParts(parts [][]byte, size int) error {
+	for size > bulkwire.MaxData {
+		var frame [][]byte
+		frame, parts = split(parts, bulkwire.MaxData)
+		if err := t.send(func() error { return t.out.WriteParts(frame, bulkwire.MaxData) }); err != nil {
+			return err
+		}
+		size -= bulkwire.MaxData
+	}
+	return t.send(func() error { return t.out.WriteParts(parts, size) })
+}
+
+// split gives the first n bytes of the parts and what is left of them.
+func split(parts [][]byte, n int) (first, rest [][]byte) {
+	for i, part := range parts {
+		if n < len(part) {
+			first = append(slices.Clone(parts[:i]), part[:n])
+			rest = append([][]byte{part[n:]}, parts[i+1:]...)
+			return first, rest
+		}
+		n -= len(part)
+	}
+	return parts, nil
+}
+
 // CloseWrite says that no more bytes are sent.
 func (t *Transfer) CloseWrite() error {
 	return t.send(func() error { return t.out.WriteText(bulkwire.End, nil) })
@@ -246,6 +273,10 @@ func (t *Transfer) Next() ([]byte, error) {
 		}
 	}
 }
+
+// Swap gives the memory of which what Next gave is the beginning, and takes other for what comes next: at least
+// bulkwire.MaxData and a header. It may be called once after each Next.
+func (t *Transfer) Swap(other []byte) []byte { return t.in.Swap(other) }
 
 // Read implements io.Reader; io.EOF only at the end that the helper said.
 func (t *Transfer) Read(p []byte) (int, error) {

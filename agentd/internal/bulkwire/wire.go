@@ -60,41 +60,57 @@ func limitOf(k Kind) int {
 
 // Reader reads frames.
 type Reader struct {
-	r   io.Reader
-	buf []byte
+	r    io.Reader
+	buf  []byte
+	head [HeaderLen]byte
+	have int // bytes of head that were read
 }
 
-// NewReader reads frames from r. A frame costs two reads, and its bytes are copied once.
-func NewReader(r io.Reader) *Reader { return &Reader{r: r, buf: make([]byte, HeaderLen)} }
+// NewReader reads frames from r. A frame of which all is there costs one read, which takes the next one's header along,
+// and its bytes are copied once.
+func NewReader(r io.Reader) *Reader { return &Reader{r: r} }
 
 // Next gives the next frame. The bytes are good until the next call. io.EOF is the end between two
 // frames, io.ErrUnexpectedEOF one in the middle, ErrGarbage a frame that cannot be.
 func (r *Reader) Next() (Kind, []byte, error) {
-	head := r.buf[:HeaderLen]
-	if _, err := io.ReadFull(r.r, head); err != nil {
+	if n, err := io.ReadFull(r.r, r.head[r.have:]); err != nil {
+		if r.have += n; r.have > 0 && errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
 		return 0, nil, err
 	}
-	kind, n := Kind(head[0]), int(head[1])|int(head[2])<<8|int(head[3])<<16
+	r.have = 0
+	kind, n := Kind(r.head[0]), int(r.head[1])|int(r.head[2])<<8|int(r.head[3])<<16
 	if limit := limitOf(kind); n > limit {
 		return 0, nil, fmt.Errorf("%w: kind %#x with %d bytes, at most %d are", ErrGarbage, byte(kind), n, limit)
 	}
-	if cap(r.buf) < n {
-		r.buf = make([]byte, n)
+	if len(r.buf) < n+HeaderLen {
+		r.buf = make([]byte, n+HeaderLen)
 	}
-	data := r.buf[:n]
-	if _, err := io.ReadFull(r.r, data); err != nil {
+	got, err := io.ReadAtLeast(r.r, r.buf[:n+HeaderLen], n)
+	if err != nil {
 		if errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
 		return 0, nil, err
 	}
-	return kind, data, nil
+	r.have = copy(r.head[:], r.buf[n:got])
+	return kind, r.buf[:n], nil
+}
+
+// Swap gives the memory of which the last frame's bytes are the beginning, and takes other for what comes. With
+// memory of at least MaxData+HeaderLen bytes no frame of data makes the reader get its own.
+func (r *Reader) Swap(other []byte) []byte {
+	old := r.buf
+	r.buf = other
+	return old
 }
 
 // Writer writes frames, each with one call of Write. Not safe for concurrent use.
 type Writer struct {
-	w   io.Writer
-	buf []byte
+	w     io.Writer
+	buf   []byte
+	parts [][]byte
 }
 
 // NewWriter writes frames to w.
@@ -119,6 +135,30 @@ func (w *Writer) WriteData(data []byte) error {
 		data = data[n:]
 	}
 	return nil
+}
+
+// Vector is what takes several pieces of memory in one call.
+type Vector interface {
+	WriteVector(parts [][]byte) error
+}
+
+// WriteParts writes a Data frame of the parts, which are size bytes, at most MaxData. They are not copied where what
+// is written to is a Vector.
+func (w *Writer) WriteParts(parts [][]byte, size int) error {
+	if v, ok := w.w.(Vector); ok {
+		w.grow(0)
+		w.header(Data, size)
+		w.parts = append(append(w.parts[:0], w.buf[:HeaderLen]), parts...)
+		err := v.WriteVector(w.parts)
+		clear(w.parts)
+		return err
+	}
+	room := w.Room()
+	n := 0
+	for _, p := range parts {
+		n += copy(room[n:], p)
+	}
+	return w.WriteRoom(n)
 }
 
 // WriteText writes a frame of the value's JSON. A nil value is an empty frame.
@@ -146,9 +186,13 @@ func (w *Writer) grow(n int) {
 }
 
 func (w *Writer) flush(kind Kind, n int) error {
-	w.buf[0], w.buf[1], w.buf[2], w.buf[3] = byte(kind), byte(n), byte(n>>8), byte(n>>16)
+	w.header(kind, n)
 	_, err := w.w.Write(w.buf[:HeaderLen+n])
 	return err
+}
+
+func (w *Writer) header(kind Kind, n int) {
+	w.buf[0], w.buf[1], w.buf[2], w.buf[3] = byte(kind), byte(n), byte(n>>8), byte(n>>16)
 }
 
 // Decode reads a text. An empty one leaves v as it is.

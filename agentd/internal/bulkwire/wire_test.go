@@ -6,6 +6,7 @@ import (
 	"io"
 	"strings"
 	"testing"
+	"testing/iotest"
 )
 
 func TestRoundTrip(t *testing.T) {
@@ -43,6 +44,61 @@ func TestTooLongATextIsNotSent(t *testing.T) {
 	var buf bytes.Buffer
 	if err := NewWriter(&buf).WriteText(Failure, Refusal{Message: strings.Repeat("x", MaxText)}); !errors.Is(err, ErrGarbage) || buf.Len() > 0 {
 		t.Fatal(err, buf.Len())
+	}
+}
+
+// TestFramesInPieces: frames that come in whatever pieces, with whatever of the next one, are what they were, and
+// memory that is given away is not written to again.
+func TestFramesInPieces(t *testing.T) {
+	var buf bytes.Buffer
+	w := NewWriter(&buf)
+	long := bytes.Repeat([]byte("0123456789"), MaxData/10)
+	for _, err := range []error{
+		w.WriteData([]byte("a")), w.WriteParts([][]byte{[]byte("two "), nil, []byte("parts")}, 9), w.WriteData(long), w.WriteText(Answer, nil),
+		w.WriteData(long), w.WriteText(End, Done{Bytes: 7}),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, piecewise := range map[string]func(io.Reader) io.Reader{
+		"whole": func(r io.Reader) io.Reader { return r }, "half": iotest.HalfReader, "bytes": iotest.OneByteReader, "last with its error": iotest.DataErrReader,
+	} {
+		r := NewReader(piecewise(bytes.NewReader(buf.Bytes())))
+		var kinds []byte
+		var kept, given [][]byte
+		for {
+			kind, data, err := r.Next()
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			if err != nil {
+				t.Fatal(name, err)
+			}
+			kinds = append(kinds, byte(kind))
+			kept = append(kept, bytes.Clone(data))
+			given = append(given, r.Swap(make([]byte, MaxData+HeaderLen))[:len(data)])
+		}
+		if string(kinds) != "DDDADE" || string(kept[1]) != "two parts" || !bytes.Equal(kept[2], long) || !bytes.Equal(kept[4], long) || string(kept[5]) != `{"bytes":7}` {
+			t.Errorf("%s: %s, %.20q", name, kinds, kept)
+		}
+		for i := range kept {
+			if !bytes.Equal(kept[i], given[i]) {
+				t.Errorf("%s: what was given away of frame %d was written to", name, i)
+			}
+		}
+	}
+	for cut := 1; cut < HeaderLen+3; cut++ {
+		if _, _, err := NewReader(bytes.NewReader([]byte{'D', 3, 0, 0, 'x', 'y', 'z'}[:cut])).Next(); !errors.Is(err, io.ErrUnexpectedEOF) {
+			t.Errorf("a frame of which %d bytes came: %v", cut, err)
+		}
+	}
+	r := NewReader(bytes.NewReader([]byte{'D', 1, 0, 0, 'x', 'D', 1}))
+	if _, _, err := r.Next(); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := r.Next(); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("a header that was torn: %v", err)
 	}
 }
 

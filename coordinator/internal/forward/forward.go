@@ -24,7 +24,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -259,7 +258,7 @@ func (f *Forwarder) dial(address string) (*grpc.ClientConn, error) {
 	if f.cc != nil && f.address == address {
 		return f.cc, nil
 	}
-	cc, err := grpc.NewClient(dial.Target(address), append(wire.DialOptions(), grpc.WithTransportCredentials(credentials.NewTLS(f.cfg.TLS)),
+	cc, err := grpc.NewClient(dial.Target(address), append(wire.DialOptions(), grpc.WithTransportCredentials(wire.TLS(f.cfg.TLS)),
 		grpc.WithDisableRetry(), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage)),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: again, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second}, MinConnectTimeout: 2 * time.Second}),
 		dial.Option())...)

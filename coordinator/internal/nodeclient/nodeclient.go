@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
@@ -107,7 +106,7 @@ func (p *Pool) dial(s Session) (*grpc.ClientConn, error) {
 		target = "passthrough:///" + target
 	}
 	opts := append(wire.DialOptions(),
-		grpc.WithTransportCredentials(credentials.NewTLS(p.tls(s.Node))),
+		grpc.WithTransportCredentials(wire.TLS(p.tls(s.Node))),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage), grpc.MaxCallSendMsgSize(maxMessage)),
 		grpc.WithDisableRetry())
 	cc, err := grpc.NewClient(target, opts...)

@@ -7,7 +7,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/connectivity"
-	"google.golang.org/grpc/credentials"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/dial"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -110,7 +109,7 @@ func (s *Streams) dial(p Place, bulk bool) (*grpc.ClientConn, error) {
 		delete(s.conns, key)
 	}
 	opts := append(wire.DialOptions(),
-		grpc.WithTransportCredentials(credentials.NewTLS(s.tls(p.Node))), grpc.WithDisableRetry(),
+		grpc.WithTransportCredentials(wire.TLS(s.tls(p.Node))), grpc.WithDisableRetry(),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage), grpc.MaxCallSendMsgSize(maxMessage)),
 		grpc.WithStaticStreamWindowSize(StreamWindow), grpc.WithStaticConnWindowSize(ConnWindow), grpc.WithIdleTimeout(0), dial.Option())
 	cc, err := grpc.NewClient(dial.Target(p.Address), opts...)
