@@ -19,6 +19,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/url"
 	"os"
 	"strings"
 	"time"
@@ -54,6 +55,10 @@ type Config struct {
 	Ports struct {
 		Idle time.Duration `yaml:"idle_timeout" usage:"how long a connection to an exposed port may be silent"`
 	} `yaml:"ports"`
+	WebSocket struct {
+		Origins []string      `yaml:"origins" usage:"origins (https://host) whose pages may open WebSockets, beside the API's own"`
+		Ping    time.Duration `yaml:"ping" usage:"how often a WebSocket's client is asked whether it is there; after two without an answer it is not"`
+	} `yaml:"websocket"`
 	// Tenant limits what one tenant may ask of this coordinator at a time.
 	Tenant auth.Limits `yaml:"tenant"`
 	Redis  struct {
@@ -95,6 +100,7 @@ func DefaultConfig() Config {
 	c.Lease.TTL = 6 * time.Second
 	c.Tickets.Life = 2 * time.Minute
 	c.Ports.Idle = 5 * time.Minute
+	c.WebSocket.Ping = 30 * time.Second
 	c.Nodes.Heartbeat = 2 * time.Second
 	c.Nodes.Missed = 4
 	c.Nodes.PlacementWait = 10 * time.Second
@@ -134,6 +140,7 @@ func (c *Config) Validate() error {
 	if c.Ports.Idle < 100*time.Millisecond {
 		fail("ports.idle_timeout", "at least 100ms")
 	}
+	c.validateWebSocket(fail)
 	if c.Lease.TTL < 500*time.Millisecond {
 		fail("lease.ttl", "at least 500ms")
 	}
@@ -144,6 +151,18 @@ func (c *Config) Validate() error {
 		fail("operations.life", "at least a minute")
 	}
 	return errors.Join(all...)
+}
+
+// validateWebSocket is Validate for WebSockets.
+func (c *Config) validateWebSocket(fail func(key, format string, args ...any)) {
+	if c.WebSocket.Ping < 100*time.Millisecond {
+		fail("websocket.ping", "at least 100ms")
+	}
+	for _, o := range c.WebSocket.Origins {
+		if u, err := url.Parse(o); err != nil || u.Host == "" || u.Scheme+"://"+u.Host != o {
+			fail("websocket.origins", "%q is no origin; write https://host or https://host:port", o)
+		}
+	}
 }
 
 // validateListen is Validate for the addresses.

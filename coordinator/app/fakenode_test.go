@@ -5,6 +5,7 @@ import (
 	"net"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -33,6 +34,9 @@ type fakeNode struct {
 	words map[string]chan string // what ReadOutput says of a process
 	ports map[uint32]string      // where what listens inside is
 	hold  chan struct{}          // a resume waits for it, if it is not nil
+	feed  chan struct{}          // lets a process "greedy" take input
+	came  atomic.Int64           // attachments that there were
+	there atomic.Int64           // and are
 
 	mu        sync.Mutex
 	sandboxes map[string]*nodev1.SandboxObservation
@@ -53,7 +57,7 @@ type fakeNode struct {
 func newFakeNode(t *testing.T, p *pkiFiles, name string) *fakeNode {
 	n := &fakeNode{t: t, name: name, tls: p.source(t, pki.Identity{Role: pki.RoleNode, Name: name}),
 		sandboxes: map[string]*nodev1.SandboxObservation{}, snapshots: map[string]*nodev1.SnapshotObservation{}, volumes: map[string]*nodev1.VolumeObservation{},
-		done: make(chan struct{}), ports: map[uint32]string{}, words: map[string]chan string{"p1": make(chan string), "p2": make(chan string)}}
+		done: make(chan struct{}), ports: map[uint32]string{}, feed: make(chan struct{}), words: map[string]chan string{"p1": make(chan string), "p2": make(chan string)}}
 	sock := filepath.Join(t.TempDir(), "node.sock")
 	l, err := net.Listen("unix", sock)
 	if err != nil {
@@ -243,14 +247,6 @@ func (n *fakeNode) ResumeSandbox(ctx context.Context, req *nodev1.ResumeSandboxR
 	}
 	o, err := n.turn(req.GetCommand(), req.GetUid(), dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING)
 	return &nodev1.ResumeSandboxResponse{Sandbox: o}, err
-}
-
-// AttachProcess opens, and ends.
-func (n *fakeNode) AttachProcess(ss grpc.BidiStreamingServer[dormousev1.AttachProcessRequest, dormousev1.AttachProcessResponse]) error {
-	if _, err := ss.Recv(); err != nil {
-		return err
-	}
-	return ss.Send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Opened{Opened: &dormousev1.AttachOpened{}}})
 }
 
 func (n *fakeNode) ListProcesses(context.Context, *dormousev1.ListProcessesRequest) (*dormousev1.ListProcessesResponse, error) {

@@ -186,7 +186,11 @@ func (a *App) listenREST(ctx, life context.Context, around *wire.Server, service
 	a.bridge = bridge
 	// What REST passes on has one window more on its way than other calls, so a smaller one here.
 	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), admission, grpc.StaticStreamWindowSize(nodeclient.StreamWindow))
-	handler, err := bridge.Handler(life, rest.Options{PortIdle: a.cfg.Ports.Idle})
+	o := rest.Options{PortIdle: a.cfg.Ports.Idle, Origins: a.cfg.WebSocket.Origins, Ping: a.cfg.WebSocket.Ping}
+	if a.tickets != nil {
+		o.Tickets = a.tickets.Check
+	}
+	handler, err := bridge.Handler(life, o)
 	if err != nil {
 		return err
 	}

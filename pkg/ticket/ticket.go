@@ -76,8 +76,17 @@ func invalid(why, format string, args ...any) error {
 	return errs.New(errs.TicketInvalid, format, args...).With("why", why)
 }
 
-// Verify gives what a ticket says. TICKET_INVALID: get another one.
+// Verify gives what a ticket for this node says. TICKET_INVALID: get another one.
 func (v *Verifier) Verify(ticket string, now time.Time) (Claims, error) {
+	c, err := check(ticket, v.key, now)
+	if err == nil && c.Node != v.Node {
+		return Claims{}, invalid("node", "the ticket is for another node; get another one")
+	}
+	return c, err
+}
+
+// check gives what a ticket says that a key has signed and that has not ended.
+func check(ticket string, find func(id string) (ed25519.PublicKey, bool), now time.Time) (Claims, error) {
 	var c Claims
 	head, signature, ok := cutLast(ticket)
 	body, formed := strings.CutPrefix(head, form+".")
@@ -89,14 +98,11 @@ func (v *Verifier) Verify(ticket string, now time.Time) (Claims, error) {
 	if err != nil || berr != nil || json.Unmarshal(data, &c) != nil {
 		return Claims{}, invalid("form", "this is no ticket of this version")
 	}
-	key, ok := v.key(c.Key)
+	key, ok := find(c.Key)
 	if !ok || !ed25519.Verify(key, []byte(head), sig) {
 		return Claims{}, invalid("signature", "the ticket's signature is of no key that is in use; get another one")
 	}
-	switch {
-	case c.Node != v.Node:
-		return Claims{}, invalid("node", "the ticket is for another node; get another one")
-	case now.Unix() >= c.Expires:
+	if now.Unix() >= c.Expires {
 		return Claims{}, invalid("expired", "the ticket has ended; get another one")
 	}
 	return c, nil
@@ -122,6 +128,9 @@ func (v *Verifier) key(id string) (ed25519.PublicKey, bool) {
 	}
 	return nil, false
 }
+
+// Form begins every ticket.
+const Form = form + "."
 
 // Scheme is how a ticket is named in the header authorization.
 const Scheme = "Ticket "

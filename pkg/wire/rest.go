@@ -170,10 +170,15 @@ func restRoutingError(_ context.Context, _ *runtime.ServeMux, _ runtime.Marshale
 	writeError(w, e.WithRequest(obs.RequestID(r.Context()), ""))
 }
 
+// Answered is an error as it is told to who made the request of the context: with its id.
+func Answered(ctx context.Context, err error) *errs.Error {
+	e := answered(err)
+	return e.WithRequest(ownID(e, obs.RequestID(ctx)), "")
+}
+
 // WriteRESTError answers a plain HTTP request with the envelope of an error, for handlers beside the gateway.
 func WriteRESTError(w http.ResponseWriter, r *http.Request, err error) {
-	e := answered(err)
-	writeError(w, e.WithRequest(ownID(e, obs.RequestID(r.Context())), ""))
+	writeError(w, Answered(r.Context(), err))
 }
 
 func writeError(w http.ResponseWriter, e *errs.Error) {

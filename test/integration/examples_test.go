@@ -20,6 +20,7 @@ func TestExamples(t *testing.T) {
 		"sandboxes": "found by its name: true\nthe second change: CONFLICT STALE_REVISION\nhibernated: SANDBOX_PHASE_HIBERNATED\n" +
 			"still running: true\nnot waited for: DEADLINE_EXCEEDED\nended by signal 15\n",
 		"snapshots": "treacle\ntreacle\ntreacle\nno such snapshot: NOT_FOUND retry never\n",
+		"web":       "channel 1: hello dormouse\nit ended with 3\nthe page: hello from inside\n",
 		"volumes":   "the writer ended with 0\na second writer: ALREADY_ATTACHED by the first: true\n42\n",
 	}
 	w := enter(t)
@@ -38,7 +39,7 @@ func TestExamples(t *testing.T) {
 			}
 			var stderr bytes.Buffer
 			cmd := exec.CommandContext(w.ctx, filepath.Join(dir, p.Name()), w.busybox())
-			cmd.Env = []string{"DORMOUSE_ADDR=unix://" + w.GRPCSocket(), "DORMOUSE_API_KEY=" + w.key, "HOME=" + t.TempDir()}
+			cmd.Env = []string{"DORMOUSE_ADDR=unix://" + w.GRPCSocket(), "DORMOUSE_REST=unix://" + w.RESTSocket(), "DORMOUSE_API_KEY=" + w.key, "HOME=" + t.TempDir()}
 			cmd.Stderr = &stderr
 			out, err := cmd.Output()
 			if err != nil {

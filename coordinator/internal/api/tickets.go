@@ -66,14 +66,13 @@ func (s ticketService) IssueTicket(ctx context.Context, req *dormousev1.IssueTic
 		return nil, errs.New(errs.NotSupported, "this coordinator has no key for tickets (tickets.keys_file); it passes calls on itself").With("feature", "tickets")
 	}
 	resp := &dormousev1.IssueTicketResponse{Node: place.Node, Address: place.Direct, Life: durationpb.New(t.Life)}
-	if place.Direct == "" {
-		return resp, nil
+	if place.Direct != "" {
+		ca, err := t.CA()
+		if err != nil {
+			return nil, errs.Wrap(err, errs.InternalError, "the CAs cannot be read")
+		}
+		resp.CaPem = string(ca)
 	}
-	ca, err := t.CA()
-	if err != nil {
-		return nil, errs.Wrap(err, errs.InternalError, "the CAs cannot be read")
-	}
-	resp.CaPem = string(ca)
 	resp.Ticket, err = t.Issuer.Issue(place.Tenant, place.SandboxUID, place.Node, v, t.Life)
 	return resp, err
 }

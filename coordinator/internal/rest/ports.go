@@ -295,10 +295,7 @@ func failed(w http.ResponseWriter, r *http.Request, err error) {
 
 // refuse answers in the route's own name.
 func refuse(w http.ResponseWriter, r *http.Request, err error) {
-	var typed *errs.Error
-	if !errors.As(err, &typed) {
-		typed = wire.FromStatus(err)
-	}
+	typed := wire.Answered(r.Context(), err)
 	w.Header().Set(errorHeader, string(typed.Reason))
 	wire.WriteRESTError(w, r, typed)
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/dormouse-run/dormouse/docs/openapi"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/ticket"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -47,6 +48,11 @@ type Bridge struct {
 type Options struct {
 	// PortIdle is how long a connection to a port may be silent.
 	PortIdle time.Duration
+	// Origins of pages that may open WebSockets, beside the API's own; a WebSocket is pinged every Ping.
+	Origins []string
+	Ping    time.Duration
+	// Tickets says what a ticket of any node says; nil: none are taken.
+	Tickets func(text string) (ticket.Claims, error)
 }
 
 // NewBridge makes a bridge. Serve a gRPC server on its Listener.
@@ -79,8 +85,19 @@ func (b *Bridge) Close() error {
 	if b.idle != nil {
 		b.idle()
 	}
+	gone := make(chan struct{})
+	go func() {
+		defer close(gone)
+		b.routes.Wait()
+	}()
+	parting := time.NewTimer(time.Second) // in which clients are told why
+	select {
+	case <-gone:
+	case <-parting.C:
+	}
+	parting.Stop()
 	b.taken.close()
-	b.routes.Wait()
+	<-gone
 	return err
 }
 
@@ -139,6 +156,7 @@ func (b *Bridge) Handler(ctx context.Context, o Options) (http.Handler, error) {
 	mux.Handle("GET "+contentPath, identified(b.contentHandler(b.readContent, "path", "offset", "version", "user")))
 	mux.Handle("PUT "+contentPath, identified(b.contentHandler(b.writeContent, "path", "mode", "owner", "parents", "digest", "user")))
 	mux.Handle("/", identified(api))
+	mux.Handle("GET "+socketPath, identified(http.HandlerFunc(newSocketRoute(b, o).serve)))
 	route := newPortRoute(b, o.PortIdle)
 	b.idle = route.transport.CloseIdleConnections
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

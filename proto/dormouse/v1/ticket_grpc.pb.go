@@ -27,10 +27,11 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // TicketService gives tickets: with one a client calls the data plane of one sandbox at its node itself,
-// without a coordinator in between. The node takes it as "authorization: Ticket <ticket>".
+// without a coordinator in between. The node takes it as "authorization: Ticket <ticket>". A coordinator takes it for a WebSocket, as
+// one of the subprotocols that are offered.
 type TicketServiceClient interface {
 	// IssueTicket fails with NOT_SUPPORTED where no key for tickets is configured, and leaves the address empty
-	// where the node serves no clients: then the coordinator is the way.
+	// where the node serves no clients: then the ticket is good for a coordinator only.
 	IssueTicket(ctx context.Context, in *IssueTicketRequest, opts ...grpc.CallOption) (*IssueTicketResponse, error)
 }
 
@@ -57,10 +58,11 @@ func (c *ticketServiceClient) IssueTicket(ctx context.Context, in *IssueTicketRe
 // for forward compatibility.
 //
 // TicketService gives tickets: with one a client calls the data plane of one sandbox at its node itself,
-// without a coordinator in between. The node takes it as "authorization: Ticket <ticket>".
+// without a coordinator in between. The node takes it as "authorization: Ticket <ticket>". A coordinator takes it for a WebSocket, as
+// one of the subprotocols that are offered.
 type TicketServiceServer interface {
 	// IssueTicket fails with NOT_SUPPORTED where no key for tickets is configured, and leaves the address empty
-	// where the node serves no clients: then the coordinator is the way.
+	// where the node serves no clients: then the ticket is good for a coordinator only.
 	IssueTicket(context.Context, *IssueTicketRequest) (*IssueTicketResponse, error)
 	mustEmbedUnimplementedTicketServiceServer()
 }
