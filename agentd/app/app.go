@@ -262,9 +262,8 @@ func (a *App) boxes() ([]activity.Box, error) {
 	return out, err
 }
 
-func (a *App) cpuOf(ctx context.Context, uid string) (time.Duration, error) {
-	stats, err := a.driver.Stats(ctx, uid)
-	return stats.CPU, err
+func (a *App) cpuOf(_ context.Context, uid string) (time.Duration, error) {
+	return a.groups.Group(uid).CPU()
 }
 
 func (a *App) openSession(context.Context) error {

@@ -129,7 +129,7 @@ func Defaults() Config {
 		Bundle:     BundleConfig{Dir: "/usr/lib/dormouse/bundle"},
 		Listen:     "127.0.0.1:7421",
 		Reserve:    ReserveConfig{CPUMillis: 0, Memory: 256 << 20, Disk: 1 << 30},
-		Limits:     LimitsConfig{Sandboxes: 1024, Commands: 20000, Networks: 4},
+		Limits:     LimitsConfig{Sandboxes: 1024, Commands: 20000, Networks: 16},
 		Network:    NetworkConfig{Ready: 4},
 		Snapshot:   SnapshotConfig{Width: 4, Direct: true},
 		Log:        obs.DefaultLog(),

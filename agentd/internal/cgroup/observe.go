@@ -47,6 +47,22 @@ func (g *Group) Stats() (Stats, error) {
 	return g.statsV1(), nil
 }
 
+// CPU reads the time alone, which is one file. OBJECT_NOT_FOUND when the group is not there, or the kernel does not
+// count for it.
+func (g *Group) CPU() (time.Duration, error) {
+	var used time.Duration
+	if g.m.V2Only() {
+		dir, _ := g.unifiedDir()
+		used = time.Duration(keyed(dir, "cpu.stat", "usage_usec")) * time.Microsecond
+	} else if dir, ok := g.v1dir("cpuacct"); ok {
+		used = time.Duration(number(dir, "cpuacct.usage"))
+	}
+	if used == 0 {
+		return 0, errs.New(errs.ObjectNotFound, "no time is counted for the control group %s", g.m.Path(g.id)).With("kind", "cgroup")
+	}
+	return used, nil
+}
+
 func (g *Group) statsV2() Stats {
 	dir, _ := g.unifiedDir()
 	return Stats{

@@ -60,6 +60,7 @@ type Command struct {
 // agent is in it. Safe for concurrent use.
 type Launcher struct {
 	mountNS int // -1: the agent's own is the host's
+	pacer   *pacer
 }
 
 // Options of a launcher.
@@ -85,7 +86,7 @@ func New(opts Options) (*Launcher, error) {
 	if path == "" {
 		path = "/proc/1/ns/mnt"
 	}
-	l := &Launcher{mountNS: -1}
+	l := &Launcher{mountNS: -1, pacer: newPacer()}
 	there, err := os.Readlink(path)
 	if errors.Is(err, fs.ErrPermission) && opts.MountNS == "" {
 		return l, nil
@@ -185,7 +186,7 @@ func (l *Launcher) Run(ctx context.Context, cmd Command) (Exit, error) {
 	}
 	defer p.Close()
 	if cmd.Group != nil {
-		defer p.keepPace(cmd.Group)()
+		defer l.pacer.join(p, cmd.Group)()
 	}
 	exit, err := p.Wait(ctx)
 	if err == nil || !errors.Is(err, ctx.Err()) {

@@ -288,7 +288,7 @@ func TestPaceIsKeptAsLongAsTheProcessIsThere(t *testing.T) {
 	must(t, err)
 	defer p.Close()
 	must(t, unix.Close(in[0]))
-	stop := p.keepPace(group)
+	leave := l.pacer.join(p, group)
 	for pid := strconv.Itoa(p.Pid()); strings.Count(group.written(t), pid) < 3; {
 		if t.Context().Err() != nil {
 			t.Fatal(group.written(t))
@@ -304,11 +304,68 @@ func TestPaceIsKeptAsLongAsTheProcessIsThere(t *testing.T) {
 	if p.rejoin(fd) {
 		t.Error("the number of a reaped process was used")
 	}
-	stop()
+	leave()
 	if after := group.written(t); after != before {
 		t.Errorf("written after the process was reaped: %q, then %q", before, after)
 	}
 	// Where there is no group to speak of, nothing runs.
-	p.keepPace(folder(filepath.Join(t.TempDir(), "missing")))()
-	p.keepPace(folder(t.TempDir()))()
+	l.pacer.join(p, folder(filepath.Join(t.TempDir(), "missing")))()
+	l.pacer.join(p, folder(t.TempDir()))()
+}
+
+// One command's group is written to for all, and none while there are too many.
+func TestPaceIsForFewCommands(t *testing.T) {
+	l := newLauncher(t, Options{})
+	l.pacer.most = 2
+	var all [3]*Process
+	var groups [3]folder
+	var leave [3]func()
+	for i := range all {
+		groups[i] = folder(t.TempDir())
+		must(t, os.WriteFile(filepath.Join(string(groups[i]), "cgroup.procs"), nil, 0o600))
+		cmd, _ := shell(t, "read line")
+		var in [2]int
+		must(t, unix.Pipe2(in[:], unix.O_CLOEXEC))
+		cmd.Files[0] = in[0]
+		p, err := l.Start(cmd)
+		must(t, err)
+		defer func() {
+			must(t, unix.Close(in[1]))
+			_, err := p.Wait(context.WithoutCancel(t.Context()))
+			must(t, errors.Join(err, p.Close()))
+		}()
+		must(t, unix.Close(in[0]))
+		all[i] = p
+	}
+	writing := func(i int) {
+		t.Helper()
+		for before := len(groups[i].written(t)); len(groups[i].written(t)) <= before; {
+			if t.Context().Err() != nil {
+				t.Fatalf("the group of command %d is not written to", i)
+			}
+		}
+	}
+	leave[0] = l.pacer.join(all[0], groups[0])
+	writing(0)
+	leave[1] = l.pacer.join(all[1], groups[1])
+	writing(0)
+	leave[2] = l.pacer.join(all[2], groups[2])
+	l.pacer.mu.Lock()
+	if l.pacer.stop != nil {
+		t.Error("three are paced, and two are the most")
+	}
+	l.pacer.mu.Unlock()
+	if said := groups[1].written(t) + groups[2].written(t); said != "" {
+		t.Errorf("the groups of the others have %q", said)
+	}
+	leave[0]()
+	writing(1)
+	leave[1]()
+	writing(2)
+	leave[2]()
+	l.pacer.mu.Lock()
+	defer l.pacer.mu.Unlock()
+	if l.pacer.stop != nil || len(l.pacer.members) > 0 {
+		t.Error("nothing runs, and it is paced")
+	}
 }

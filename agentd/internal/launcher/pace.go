@@ -1,6 +1,8 @@
 package launcher
 
 import (
+	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -12,18 +14,39 @@ import (
 // period after which it grows cold, some 10 ms.
 const pace = 4 * time.Millisecond
 
-// keepPace spares a command in a group the waiting of whoever changes groups. A change of a process's
+// pacer spares commands in groups the waiting of whoever changes groups. A change of a process's
 // group takes a lock of the whole kernel, and the first who takes it waits for an RCU grace period, 5 to
 // 20 ms in which nothing else happens; who follows within another one does not wait. The runtime's
 // command changes its groups twice in a start, once at its beginning and once at its end.
 //
-// So the command is moved into the group in which it is, again and again: that takes the lock and
+// So a command is moved into the group in which it is, again and again: that takes the lock and
 // changes nothing. It begins at the command's birth, so that the one wait passes while the command
 // loads, and it ends with the command, so that the kernel's other forks have their quick way back.
 //
+// One command is moved for all that run. While there are more of them than CPUs, none is: what one waits
+// for is the others' time, and moving costs some.
+//
 // It only saves time: what fails is passed over, and without a v2 group there is nothing to do.
-// The returned function ends it and waits for its goroutine.
-func (p *Process) keepPace(group Group) (stop func()) {
+type pacer struct {
+	most int // commands for which it is worth it
+
+	mu      sync.Mutex
+	members []*paced
+	stop    chan struct{} // ends the goroutine; nil while there is none
+	done    chan struct{} // closed by it
+}
+
+func newPacer() *pacer { return &pacer{most: runtime.NumCPU()} }
+
+// paced is a command that runs.
+type paced struct {
+	p     *Process
+	mu    sync.Mutex // held while procs is written to
+	procs int        // of its group; -1 once it has left
+}
+
+// join adds a command. The function that it gives takes it out, and waits for what is done to it.
+func (c *pacer) join(p *Process, group Group) (leave func()) {
 	dir, err := group.OpenV2()
 	if err != nil || dir < 0 {
 		return func() {}
@@ -33,24 +56,64 @@ func (p *Process) keepPace(group Group) (stop func()) {
 	if err != nil {
 		return func() {}
 	}
-	ended := make(chan struct{})
-	var owned sync.WaitGroup
-	owned.Go(func() {
-		defer func() { _ = unix.Close(procs) }() // nothing is buffered
-		tick := time.NewTicker(pace)
-		defer tick.Stop()
-		for p.rejoin(procs) {
-			select {
-			case <-tick.C:
-			case <-ended:
-				return
+	m := &paced{p: p, procs: procs}
+	c.change(func() { c.members = append(c.members, m) })
+	return func() {
+		c.change(func() { c.members = slices.DeleteFunc(c.members, func(o *paced) bool { return o == m }) })
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		_ = unix.Close(m.procs) // nothing is buffered
+		m.procs = -1
+	}
+}
+
+// change changes the members, and starts or ends the goroutine when it is to run or not any more.
+func (c *pacer) change(how func()) {
+	c.mu.Lock()
+	how()
+	worth := len(c.members) > 0 && len(c.members) <= c.most
+	var ended chan struct{}
+	switch {
+	case worth && c.stop == nil:
+		c.stop, c.done = make(chan struct{}), make(chan struct{})
+		go c.run(c.stop, c.done)
+	case !worth && c.stop != nil:
+		close(c.stop)
+		c.stop, ended = nil, c.done
+	}
+	c.mu.Unlock()
+	if ended != nil {
+		<-ended
+	}
+}
+
+func (c *pacer) run(stop <-chan struct{}, done chan<- struct{}) {
+	defer close(done)
+	tick := time.NewTicker(pace)
+	defer tick.Stop()
+	for {
+		c.mu.Lock()
+		members := slices.Clone(c.members)
+		c.mu.Unlock()
+		for _, m := range members {
+			if m.rejoin() {
+				break
 			}
 		}
-	})
-	return func() {
-		close(ended)
-		owned.Wait()
+		select {
+		case <-tick.C:
+		case <-stop:
+			return
+		}
 	}
+}
+
+// rejoin moves the process into the group that it is in. false: it has been reaped, and its number may
+// be another's by now, or it has left; nothing was written.
+func (m *paced) rejoin() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.procs >= 0 && m.p.rejoin(m.procs)
 }
 
 // rejoin moves the process into the group that it is in. false: it has been reaped, and its number may

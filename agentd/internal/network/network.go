@@ -7,6 +7,7 @@ import (
 	"os"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -64,6 +65,10 @@ func (l *Lease) Release() error {
 	return nil
 }
 
+// calm is how long no namespace was asked for when the pool fills up again, unless little is left: making one takes the
+// CPU that starts want, and who starts many at a time pauses sooner or later.
+const calm = 300 * time.Millisecond
+
 // Options of a pool.
 type Options struct {
 	// Size is how many namespaces are kept ready; 0 makes each when it is asked for.
@@ -76,6 +81,9 @@ type Options struct {
 type Pool struct {
 	log    *slog.Logger
 	idle   chan int
+	taken  chan struct{} // signalled when one was taken
+	last   atomic.Int64  // when, since began
+	began  time.Time
 	cancel context.CancelFunc
 	done   chan struct{}
 }
@@ -86,7 +94,7 @@ func NewPool(opts Options) *Pool {
 		opts.Log = slog.Default()
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	p := &Pool{log: opts.Log, idle: make(chan int, max(opts.Size, 0)), cancel: cancel, done: make(chan struct{})}
+	p := &Pool{log: opts.Log, idle: make(chan int, max(opts.Size, 0)), taken: make(chan struct{}, 1), began: time.Now(), cancel: cancel, done: make(chan struct{})}
 	if opts.Size <= 0 {
 		close(p.done)
 		return p
@@ -130,6 +138,11 @@ func NotHere(mode Mode) error {
 func (p *Pool) take() (int, error) {
 	select {
 	case fd := <-p.idle:
+		p.last.Store(int64(time.Since(p.began)))
+		select {
+		case p.taken <- struct{}{}:
+		default:
+		}
 		return fd, nil
 	default:
 		return newNamespace(nil)
@@ -139,28 +152,40 @@ func (p *Pool) take() (int, error) {
 // fill keeps the pool full until its context ends.
 func (p *Pool) fill(ctx context.Context) {
 	defer close(p.done)
-	retry := time.NewTimer(0)
-	defer retry.Stop()
+	pause := time.NewTimer(0)
+	defer pause.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-retry.C:
+		case <-p.taken:
+		case <-pause.C:
+		}
+		if len(p.idle) == cap(p.idle) {
+			continue // until one is taken
+		}
+		if wait := p.uncalm(); wait > 0 {
+			pause.Reset(wait)
+			continue
 		}
 		fd, err := newNamespace(nil)
 		if err != nil {
 			p.log.Error("make a network namespace for the pool", "error", err)
-			retry.Reset(time.Second)
+			pause.Reset(time.Second)
 			continue
 		}
-		select {
-		case p.idle <- fd:
-			retry.Reset(0)
-		case <-ctx.Done():
-			_ = unix.Close(fd) // never handed out
-			return
-		}
+		p.idle <- fd // has room: nobody else adds
+		pause.Reset(0)
 	}
+}
+
+// uncalm is how long filling is to wait.
+func (p *Pool) uncalm() time.Duration {
+	last := time.Duration(p.last.Load())
+	if last == 0 || len(p.idle) <= cap(p.idle)/4 {
+		return 0
+	}
+	return calm - (time.Since(p.began) - last)
 }
 
 // Close ends the pool and gives up the namespaces that nobody leased. Leases stay good.

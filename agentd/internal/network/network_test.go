@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
@@ -92,6 +94,31 @@ func TestNeverTheSameTwice(t *testing.T) {
 		}
 		seen[inode] = true
 	}
+}
+
+// TestPoolIsFilled: at its beginning, at once while little is left, and once it is calm.
+func TestPoolIsFilled(t *testing.T) {
+	p := NewPool(Options{Size: 4})
+	defer p.Close()
+	full := func() {
+		t.Helper()
+		for p.Idle() < 4 {
+			if t.Context().Err() != nil {
+				t.Fatalf("%d are ready", p.Idle())
+			}
+			runtime.Gosched()
+		}
+	}
+	full()
+	acquire(t, p)
+	if p.uncalm() <= 0 && time.Since(p.began)-time.Duration(p.last.Load()) < calm {
+		t.Error("one was just taken, and three of four are enough for now")
+	}
+	full()
+	for range 6 {
+		acquire(t, p)
+	}
+	full()
 }
 
 func TestReleaseIsIdempotentAndModesAreRefused(t *testing.T) {
