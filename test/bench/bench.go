@@ -142,6 +142,7 @@ func (b *bench) pushSubject(ctx context.Context) error {
 		images.Dir("bin", 0o755), images.Dir("etc", 0o755), images.Dir("tmp", 0o1777), images.Dir("var", 0o755), images.Dir("data", 0o755),
 		images.Dir("proc", 0o755), images.Dir("sys", 0o755), images.Dir("dev", 0o755), images.Dir("root", 0o700),
 		images.File(strings.TrimPrefix(subjectPath, "/"), string(program), 0o755),
+		images.File(strings.TrimPrefix(waiterPath, "/"), string(waiter()), 0o755),
 	})
 	if err != nil {
 		return err

@@ -1,9 +1,12 @@
 package bench
 
 import (
+	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -64,5 +67,23 @@ func TestEveryNameHasABenchmark(t *testing.T) {
 		if functions[n] == nil {
 			t.Errorf("no benchmark %q", n)
 		}
+	}
+}
+
+func TestWaiter(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "waiter")
+	if err := os.WriteFile(path, waiter(), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), path)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	var exit *exec.ExitError
+	if err := cmd.Wait(); !errors.As(err, &exit) || exit.Sys().(syscall.WaitStatus).Signal() != syscall.SIGTERM {
+		t.Errorf("told to end it ended with %v", err)
 	}
 }

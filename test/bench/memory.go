@@ -32,6 +32,10 @@ func benchMemory(ctx context.Context, b *bench) ([]Row, error) {
 		return nil, err
 	}
 	rows = append(rows, row)
+	if row, err = b.costOfInit(ctx, plain); err != nil {
+		return nil, err
+	}
+	rows = append(rows, row)
 	if row, err = b.costOfRestored(ctx, plain[0]); err != nil {
 		return nil, err
 	}
