@@ -293,12 +293,16 @@ func bindNow(ctx context.Context, address string) (net.Listener, error) {
 	}
 	var config net.ListenConfig
 	dialer := net.Dialer{Timeout: time.Second}
-	if conn, err := dialer.DialContext(ctx, "unix", path); err == nil {
+	conn, err := dialer.DialContext(ctx, "unix", path)
+	switch {
+	case err == nil:
 		_ = conn.Close() // it only was a question
 		return nil, fmt.Errorf("%s: %w", path, errTaken)
-	}
-	if err := ctx.Err(); err != nil {
-		return nil, err // the question was not answered: the socket may be somebody's
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(err, os.ErrNotExist):
+		// The question was not answered, as by one that is too busy: the socket may be somebody's.
+		return nil, fmt.Errorf("%s: %w: %w", path, errTaken, err)
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err

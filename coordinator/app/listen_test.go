@@ -4,9 +4,12 @@ import (
 	"context"
 	"errors"
 	"net"
+	"os"
 	"path/filepath"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // held is an address that a process which is ending still has.
@@ -97,5 +100,31 @@ func TestBindRefusesTheLiving(t *testing.T) {
 	// Without anybody giving up, it ends by itself.
 	if _, err := bind(t.Context(), address); !errors.Is(err, errTaken) {
 		t.Fatalf("bound beside the living: %v", err)
+	}
+}
+
+// One that is too busy to answer is not a dead one.
+func TestBindRefusesTheBusy(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: path}), unix.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	for { // until no more fit in its queue
+		c, err := net.Dial("unix", path)
+		if err != nil {
+			break
+		}
+		defer c.Close()
+	}
+	if _, err := bindNow(t.Context(), "unix:"+path); !errors.Is(err, errTaken) {
+		t.Fatalf("bound beside the busy: %v", err)
+	}
+	if _, err := os.Lstat(path); err != nil {
+		t.Fatal(err)
 	}
 }

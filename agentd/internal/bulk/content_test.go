@@ -246,8 +246,11 @@ func TestHelperMemoryIsFlat(t *testing.T) {
 			return 127
 		}
 		_, _, _ = in.Close(), out.Close(), stderr.Close()
-		over := make(chan error, 1)
-		go func() { over <- cmd.Wait() }()
+		over := make(chan struct{})
+		go func() {
+			defer close(over)
+			_ = cmd.Wait()
+		}()
 		most := int64(-1)
 		for ended := false; !ended; {
 			most = max(most, peakMemory(cmd.Process.Pid))

@@ -223,9 +223,14 @@ func testLead(t *testing.T, f *Fixture) {
 	if err != nil || !granted || next.Epoch <= won.Epoch {
 		t.Errorf("after a release: %+v %v %v", next, granted, err)
 	}
+	f.refusesBadClaims()
+}
+
+func (f *Fixture) refusesBadClaims() {
+	f.T.Helper()
 	for _, bad := range []catalog.Claim{{TTL: time.Second}, {Holder: "x"}, {Holder: "x", TTL: time.Second, Above: catalog.MaxCounter + 1}} {
 		if _, _, err := f.Lead(f.Ctx, bad); !errs.Has(err, errs.InvalidField) {
-			t.Errorf("%+v: %v", bad, err)
+			f.T.Errorf("%+v: %v", bad, err)
 		}
 	}
 }
