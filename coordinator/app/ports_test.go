@@ -115,7 +115,7 @@ func (w *web) trust() *tls.Config {
 }
 
 // ask makes a request below a port, with the user's key, and gives the answer with its body read.
-func (w *web) ask(method, port, path string, body io.Reader, header ...string) (*http.Response, string) {
+func (w *web) ask(method, port, path string, body io.Reader, header ...string) (head, string) {
 	w.t.Helper()
 	req, err := http.NewRequest(method, "https://"+w.app.Addresses("rest")[0]+"/v1/sandboxes/"+w.uid+"/ports/"+port+path, body)
 	if err != nil {
@@ -137,7 +137,13 @@ func (w *web) ask(method, port, path string, body io.Reader, header ...string) (
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	return resp, string(got)
+	return head{resp.StatusCode, resp.Header, resp.Trailer}, string(got)
+}
+
+// head is an answer without its body.
+type head struct {
+	StatusCode      int
+	Header, Trailer http.Header
 }
 
 // TestPortRoute: what the guest's server is asked, and what the client is answered.
@@ -267,6 +273,7 @@ func TestPortRouteUpgrade(t *testing.T) {
 		if err != nil || resp.StatusCode != http.StatusSwitchingProtocols || resp.Header.Get("Upgrade") != "echo" {
 			t.Fatalf("%v, %v", resp, err)
 		}
+		_ = resp.Body.Close() // it has none: what follows is the connection
 		return conn, r
 	}
 	say := func(conn net.Conn, r *bufio.Reader) {
