@@ -248,7 +248,7 @@ func (a *App) openRunner(context.Context) error {
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
 	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, CPU: a.cpuOf, Log: a.log})
-	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, bulk: a.bulk, images: a.images, volumes: a.volumes, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
+	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
 	return nil
 }
 

@@ -1,6 +1,7 @@
 package app
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -127,6 +128,17 @@ func (n networks) Purge(address string) error {
 		return err
 	}
 	return o.Purge(address)
+}
+
+// usage is what a sandbox's network has seen.
+func (n networks) usage(rec nodestate.Sandbox) (*dormousev1.SandboxNetwork, error) {
+	out := &dormousev1.SandboxNetwork{Mode: wire.NetworkModesToProto([]sandbox.NetworkMode{cmp.Or(rec.Spec.Network, sandbox.NetworkNone)})[0], Address: rec.Address}
+	if n.outbound == nil {
+		return out, nil
+	}
+	u, err := n.outbound.Usage(rec.UID)
+	out.SentBytes, out.ReceivedBytes, out.RefusedPackets, out.RefusedNames = u.SentBytes, u.ReceivedBytes, u.Refused, u.RefusedNames
+	return out, err
 }
 
 // networkObjects is what agentctl shows of the network, by sandbox.

@@ -35,16 +35,17 @@ import (
 
 // node is the runner and the stores as API and session see them.
 type node struct {
-	cfg     Config
-	run     *runner.Node
-	state   *nodestate.Store
-	bulk    *bulk.Manager
-	uses    *activity.Tracker
-	images  *layers.Store
-	volumes *volumeParts
-	bundles *bundles
-	cpu     []string
-	bootID  string
+	cfg      Config
+	run      *runner.Node
+	state    *nodestate.Store
+	bulk     *bulk.Manager
+	uses     *activity.Tracker
+	images   *layers.Store
+	volumes  *volumeParts
+	networks networks
+	bundles  *bundles
+	cpu      []string
+	bootID   string
 }
 
 func observed(rec nodestate.Sandbox) api.Observed {
@@ -231,6 +232,18 @@ func (n *node) Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, err
 	}
 	inv.Images, err = n.imageProtos(ctx)
 	return inv, err
+}
+
+// SandboxNetwork tells what a sandbox's network has seen.
+func (n *node) SandboxNetwork(_ context.Context, tenant, uid string) (*dormousev1.SandboxNetwork, error) {
+	rec, err := n.state.Sandbox(uid)
+	if err != nil {
+		return nil, err
+	}
+	if rec.Tenant != tenant {
+		return nil, errs.New(errs.ObjectNotFound, "this node has no sandbox %s", uid).With("kind", "sandbox").With("uid", uid)
+	}
+	return n.networks.usage(rec)
 }
 
 // The session's view.

@@ -153,7 +153,7 @@ func (a *App) servers() ([]*server, error) {
 	}
 
 	node := guarded(access.Coordinators(a.node), grpc.Creds(wire.TLS(a.tls.Server(pki.RoleCoordinator))))
-	nodev1.RegisterAgentServiceServer(node, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node})
+	nodev1.RegisterAgentServiceServer(node, &api.Server{Commands: a.commands, Runner: a.node, Volumes: a.volumes, Images: a.node, Inventory: a.node, Networks: a.node})
 	dataPlane(node)
 	debugging := with()
 	nodev1.RegisterDebugServiceServer(debugging, &debug.Server{

@@ -145,6 +145,14 @@ func (s *Sandbox) Refresh(ctx context.Context) error {
 	return nil
 }
 
+// Network tells what the sandbox's network has seen.
+func (s *Sandbox) Network(ctx context.Context) (*dormousev1.SandboxNetwork, error) {
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.GetSandboxNetworkResponse, error) {
+		return s.c.sandboxes.GetSandboxNetwork(ctx, &dormousev1.GetSandboxNetworkRequest{Uid: s.UID})
+	})
+	return resp.GetNetwork(), err
+}
+
 // Delete returns when its absence was observed. The operation id may be empty.
 func (s *Sandbox) Delete(ctx context.Context, operationID string) error {
 	req := &dormousev1.DeleteSandboxRequest{Uid: s.UID, OperationId: operation(operationID)}

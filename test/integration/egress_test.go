@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -109,6 +110,11 @@ func TestEgressUpdate(t *testing.T) {
 	w.unreachable(s, site)
 
 	w.ok(s.Pause(w.ctx, ""))
+	seen, err := s.Network(w.ctx)
+	w.ok(err)
+	if seen.GetRefusedPackets() == 0 || seen.GetSentBytes() == 0 || seen.GetReceivedBytes() == 0 || seen.GetMode() != dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND || seen.GetAddress() == "" {
+		t.Errorf("its network has seen %v", seen)
+	}
 	a := w.rest(w.key, "PATCH", "/v1/sandboxes/"+s.UID, `{"egress":{"defaultAction":"EGRESS_ACTION_DENY","allow":[{"cidrs":["`+fabric.HubAddr+`"]}]},"updateMask":"egress"}`)
 	if a.status != 200 {
 		t.Fatalf("%d %s", a.status, a.body)
@@ -128,7 +134,17 @@ func TestEgressUpdate(t *testing.T) {
 	w.unreachable(s, site)
 
 	w.refused(w.egress(w.ctx, s, only(&dormousev1.EgressRule{Cidrs: []string{"::/0"}})), errs.InvalidField)
-	w.refused(w.egress(w.ctx, w.create(w.spec()), only()), errs.InvalidField)
+	inside := w.create(w.spec())
+	w.refused(w.egress(w.ctx, inside, only()), errs.InvalidField)
+	if a = w.rest(w.key, "GET", "/v1/sandboxes/"+inside.UID+"/network", ""); a.status != 200 || !strings.Contains(string(a.body), "NETWORK_MODE_NONE") {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	w.ok(copies[0].Hibernate(w.ctx, ""))
+	if seen, err = copies[0].Network(w.ctx); err != nil || seen.GetSentBytes() != 0 {
+		t.Errorf("a hibernated sandbox's network has seen %v, %v", seen, err)
+	}
+	w.ok(copies[0].Refresh(w.ctx))
+	w.is(copies[0], dormousev1.SandboxPhase_SANDBOX_PHASE_HIBERNATED)
 }
 
 // A snapshot that was taken before a policy was narrowed gives what it was taken with; agentd is killed in the middle of updates, and the

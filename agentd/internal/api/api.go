@@ -77,6 +77,12 @@ type Inventory interface {
 	Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, error)
 }
 
+// Networks tells what networks have seen.
+type Networks interface {
+	// SandboxNetwork is refused with OBJECT_NOT_FOUND for a sandbox that is not here, or another tenant's.
+	SandboxNetwork(ctx context.Context, tenant, uid string) (*dormousev1.SandboxNetwork, error)
+}
+
 // Commands admits mutations and keeps their results.
 type Commands interface {
 	Do(ctx context.Context, cmd runner.Command, run func(ctx context.Context) ([]byte, error)) ([]byte, error)
@@ -93,6 +99,7 @@ type Server struct {
 	Volumes   Volumes
 	Images    Images
 	Inventory Inventory
+	Networks  Networks
 }
 
 // repeats are the methods that answer the same when they are done again after a success: a sandbox's
@@ -404,6 +411,15 @@ func (s *Server) RemoveImage(ctx context.Context, req *nodev1.RemoveImageRequest
 	return run(ctx, s, "RemoveImage", req.GetCommand(), req, &nodev1.RemoveImageResponse{}, func(ctx context.Context) error {
 		return s.Images.RemoveImage(ctx, req.GetDigest())
 	})
+}
+
+// GetSandboxNetwork implements AgentService.
+func (s *Server) GetSandboxNetwork(ctx context.Context, req *nodev1.GetSandboxNetworkRequest) (*nodev1.GetSandboxNetworkResponse, error) {
+	if err := checkUID("uid", req.GetUid()); err != nil {
+		return nil, err
+	}
+	n, err := s.Networks.SandboxNetwork(ctx, req.GetTenant(), req.GetUid())
+	return &nodev1.GetSandboxNetworkResponse{Network: n}, err
 }
 
 // GetInventory implements AgentService.

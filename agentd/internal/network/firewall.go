@@ -3,6 +3,7 @@ package network
 import (
 	"fmt"
 	"net/netip"
+	"strconv"
 	"sync"
 	"time"
 
@@ -55,6 +56,7 @@ type firewall struct {
 	table   *nftables.Table
 	members map[netip.Addr]member
 	known   map[netip.Addr]string // addresses by their devices, with and without a policy
+	counted map[netip.Addr]uint64 // what was refused before the table was made
 	stale   bool
 
 	sources, marks, denied, policies, never *nftables.Set
@@ -75,7 +77,7 @@ func openFirewall(prefix string, cidr netip.Prefix, gateway netip.Addr, blocked 
 	}
 	f := &firewall{devices: prefix, cidr: cidr, gateway: gateway, blocked: append(append([]netip.Prefix{cidr}, alwaysBlocked...), blocked...),
 		conn: conn, table: &nftables.Table{Family: nftables.TableFamilyINet, Name: "dormouse-" + prefix[2:]},
-		members: make(map[netip.Addr]member), known: make(map[netip.Addr]string)}
+		members: make(map[netip.Addr]member), known: make(map[netip.Addr]string), counted: make(map[netip.Addr]uint64)}
 	address := nftables.TypeIPAddr
 	f.sources = &nftables.Set{Table: f.table, Name: "sources", KeyType: nftables.MustConcatSetType(nftables.TypeIFName, address), Concatenation: true}
 	f.marks = &nftables.Set{Table: f.table, Name: "marks", KeyType: nftables.MustConcatSetType(address, nftables.TypeMark), Concatenation: true}
@@ -102,6 +104,9 @@ func (f *firewall) add(chain string, parts ...any) {
 
 // rebuild makes the table anew from what it should hold, in one transaction: there is no moment without it.
 func (f *firewall) rebuild() error {
+	if counts, err := f.counters(); err == nil { // else there is no table yet
+		f.counted = counts
+	}
 	f.conn.AddTable(f.table)
 	f.conn.DelTable(f.table)
 	f.conn.AddTable(f.table)
@@ -179,7 +184,11 @@ func ipMask(p netip.Prefix) []byte {
 
 func (f *firewall) addSource(addr netip.Addr, device string) {
 	_ = f.conn.SetAddElements(f.sources, []nftables.SetElement{{Key: deviceKey(device, addr)}}) // fails for anonymous sets only
-	_ = f.conn.SetAddElements(f.denied, []nftables.SetElement{{Key: bytesOf(addr)}})
+	counter := nftables.SetElement{Key: bytesOf(addr)}
+	if n := f.counted[addr]; n > 0 {
+		counter.Comment = strconv.FormatUint(n, 10) // the kernel's own counter begins at 0
+	}
+	_ = f.conn.SetAddElements(f.denied, []nftables.SetElement{counter})
 }
 
 func (f *firewall) delSource(addr netip.Addr, device string) {
@@ -407,7 +416,7 @@ func (f *firewall) remove(addr netip.Addr) error {
 	if !f.concerns(addr) {
 		return nil
 	}
-	return f.change("remove "+addr.String(), func() { delete(f.known, addr); delete(f.members, addr) }, func() {
+	return f.change("remove "+addr.String(), func() { delete(f.known, addr); delete(f.members, addr); delete(f.counted, addr) }, func() {
 		if m, ok := f.members[addr]; ok {
 			f.delMember(m)
 		}
@@ -428,14 +437,27 @@ func (f *firewall) drop() error {
 func (f *firewall) refusals() (map[netip.Addr]uint64, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	elements, err := f.conn.GetSetElements(f.denied)
+	counts, err := f.counters()
 	if err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "nftables: read the counters: %v", err)
+	}
+	return counts, nil
+}
+
+// counters are the kernel's, and what was counted before. It wants the lock.
+func (f *firewall) counters() (map[netip.Addr]uint64, error) {
+	elements, err := f.conn.GetSetElements(f.denied)
+	if err != nil {
+		return nil, err
 	}
 	counts := make(map[netip.Addr]uint64, len(elements))
 	for _, e := range elements {
 		if addr, ok := netip.AddrFromSlice(e.Key); ok && e.Counter != nil {
-			counts[addr] = e.Counter.Packets
+			before, err := strconv.ParseUint(e.Comment, 10, 64)
+			if err != nil {
+				before = 0
+			}
+			counts[addr] = before + e.Counter.Packets
 		}
 	}
 	return counts, nil

@@ -169,3 +169,40 @@ func TestPermits(t *testing.T) {
 		}
 	}
 }
+
+// What was refused is counted on when the table is made anew, by this agentd or the next.
+func TestCountersGoOn(t *testing.T) {
+	outside(t)
+	o := openOutbound(t, 0)
+	a, addr := enter(t, o, "a", allowing())
+	refused := func(o *Outbound) uint64 {
+		t.Helper()
+		u, err := o.Usage("a")
+		must(t, err)
+		if !u.DevicePresent || u.Address != addr || u.SentBytes == 0 {
+			t.Errorf("it is %+v", u)
+		}
+		return u.Refused
+	}
+	a.refused(outsideIP + ":80")
+	first := refused(o)
+	must(t, o.wall.renew())
+	if n := refused(o); first == 0 || n != first {
+		t.Errorf("%d, and %d after the table was made anew", first, n)
+	}
+	a.refused(outsideIP + ":80")
+	second := refused(o)
+	must(t, o.Close())
+	o = openOutbound(t, 0, Held{UID: "a", Address: addr, Kept: true, Egress: allowing()})
+	if n := refused(o); second <= first || n != second {
+		t.Errorf("%d, then %d, and %d after a restart", first, second, n)
+	}
+	if u, err := o.Usage("nobody"); err != nil || u.Address != "" {
+		t.Errorf("%+v, %v", u, err)
+	}
+	leave(t, o, "a")
+	clean(t, o)
+	if _, ok := o.wall.counted[netip.MustParseAddr(addr)]; ok {
+		t.Errorf("left are the counters %v", o.wall.counted)
+	}
+}

@@ -248,6 +248,18 @@ func (l *links) list() (map[netip.Addr]*netlink.LinkStatistics, error) {
 	return found, nil
 }
 
+// statistics are those of the device of an address; nil where there is none.
+func (l *links) statistics(addr netip.Addr) (*netlink.LinkStatistics, error) {
+	link, err := l.nl.LinkByName(l.name(addr))
+	switch {
+	case absent(err):
+		return nil, nil //nolint:nilnil // none
+	case err != nil:
+		return nil, errs.Wrap(err, errs.InternalError, "look at the network device of %s: %v", addr, err)
+	}
+	return link.Attrs().Statistics, nil
+}
+
 // isOwn tells whether the node itself has an address.
 func (l *links) isOwn(addr netip.Addr) (bool, error) {
 	all, err := l.nl.AddrList(nil, netlink.FAMILY_V4)

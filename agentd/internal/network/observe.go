@@ -19,8 +19,29 @@ type Usage struct {
 	DevicePresent bool   `json:"device_present"`
 }
 
+// Usage reads the counters of one sandbox; nothing where it has no lease.
+func (o *Outbound) Usage(uid string) (Usage, error) {
+	o.mu.Lock()
+	h := o.leases[uid]
+	o.mu.Unlock()
+	if h == nil {
+		return Usage{}, nil
+	}
+	u := Usage{Address: h.addr.String(), Device: o.links.name(h.addr), RefusedNames: h.refused.Load()}
+	refused, err := o.wall.refusals()
+	if err != nil {
+		return Usage{}, err
+	}
+	u.Refused = refused[h.addr]
+	s, err := o.links.statistics(h.addr)
+	if s != nil {
+		u.DevicePresent, u.SentBytes, u.ReceivedBytes = true, s.RxBytes, s.TxBytes // what the sandbox sends, this side receives
+	}
+	return u, err
+}
+
 // Usages reads the counters of all sandboxes, by uid. Bytes are those of the device, refused packets those of the
-// table: both since the sandbox was made, or agentd was started if that is later.
+// table, both since the sandbox got its network; names are counted since agentd was started.
 func (o *Outbound) Usages() (map[string]Usage, error) {
 	o.mu.Lock()
 	out := make(map[string]Usage, len(o.leases))

@@ -47,7 +47,7 @@ func newApp(s streams) *cli.App {
 		},
 		Commands: []*cli.Command{
 			runCommand(), createCommand(), lsCommand(), getCommand(), inspectCommand(), waitCommand(), rmCommand(),
-			execCommand(), shellCommand(), attachCommand(), psCommand(), logsCommand(), killCommand(), cpCommand(), forwardCommand(),
+			execCommand(), shellCommand(), attachCommand(), psCommand(), networkCommand(), logsCommand(), killCommand(), cpCommand(), forwardCommand(),
 			updateCommand(), pauseCommand(), hibernateCommand(), resumeCommand(),
 			checkpointCommand(), restoreCommand(), forkCommand(),
 			snapshotCommands(), volumeCommands(), imageCommands(), nodeCommands(), operationCommands(), eventCommands(),

@@ -174,7 +174,7 @@ func nodeColumns() []command.Column[*dormousev1.Node] {
 func nodeNetworks(n *dormousev1.Node) string {
 	var modes []string
 	for _, m := range n.GetNetworkModes() {
-		modes = append(modes, strings.ToLower(strings.TrimPrefix(m.String(), "NETWORK_MODE_")))
+		modes = append(modes, modeOf(m))
 	}
 	return strings.Join(modes, ",")
 }

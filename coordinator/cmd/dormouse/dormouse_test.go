@@ -94,6 +94,8 @@ func TestTables(t *testing.T) {
 	ok(t, "NAME  STATE          SANDBOXES  CPU    MEMORY    HEARTBEAT\n"+
 		"n1    online         3/1000     1.5/2  1Gi/20Gi  2s\n"+
 		"n2    away,cordoned  0/0        0/0    0/0       -\n", "node", "ls")
+	ok(t, "MODE      ADDRESS    SENT  RECEIVED  REFUSED  REFUSED-NAMES\n"+
+		"outbound  10.89.0.7  2Ki   3Mi       4        1\n", "network", "box")
 	if r := dormouse(t, "node", "ls", "-o", "wide"); r.code != 0 || !strings.Contains(r.out, "NETWORKS") || !strings.Contains(r.out, "none,outbound") {
 		t.Errorf("node ls -o wide says\n%s%s", r.out, r.err)
 	}

@@ -129,6 +129,15 @@ func (f *fake) GetSandbox(_ context.Context, r *dormousev1.GetSandboxRequest) (*
 	return &dormousev1.GetSandboxResponse{Sandbox: s}, err
 }
 
+func (f *fake) GetSandboxNetwork(_ context.Context, r *dormousev1.GetSandboxNetworkRequest) (*dormousev1.GetSandboxNetworkResponse, error) {
+	if err := f.note("GetSandboxNetwork", r); err != nil {
+		return nil, err
+	}
+	_, err := f.sandbox(r.GetUid())
+	return &dormousev1.GetSandboxNetworkResponse{Network: &dormousev1.SandboxNetwork{Mode: dormousev1.NetworkMode_NETWORK_MODE_OUTBOUND, Address: "10.89.0.7",
+		SentBytes: 2048, ReceivedBytes: 3 << 20, RefusedPackets: 4, RefusedNames: 1}}, err
+}
+
 // ListSandboxes gives pages of one, so that paging is always at work.
 func (f *fake) ListSandboxes(_ context.Context, r *dormousev1.ListSandboxesRequest) (*dormousev1.ListSandboxesResponse, error) {
 	if err := f.note("ListSandboxes", r); err != nil {

@@ -1,11 +1,13 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
@@ -15,7 +17,9 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/wire"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -71,6 +75,41 @@ func (s sandboxService) GetSandbox(ctx context.Context, req *dormousev1.GetSandb
 		return nil, err
 	}
 	return &dormousev1.GetSandboxResponse{Sandbox: sandboxToProto(sb)}, nil
+}
+
+// networkTime bounds how long a node is asked for its counters.
+const networkTime = 5 * time.Second
+
+// GetSandboxNetwork asks the node; what has none says so by itself.
+func (s sandboxService) GetSandboxNetwork(ctx context.Context, req *dormousev1.GetSandboxNetworkRequest) (*dormousev1.GetSandboxNetworkResponse, error) {
+	rec, err := s.get(ctx, catalog.KindSandbox, "uid", req.GetUid())
+	if err != nil {
+		return nil, err
+	}
+	sb, err := records.SandboxOf(rec)
+	if err != nil {
+		return nil, err
+	}
+	mode := wire.NetworkModesToProto([]sandbox.NetworkMode{cmp.Or(sb.Spec.Network, sandbox.NetworkNone)})[0]
+	nothing := &dormousev1.GetSandboxNetworkResponse{Network: &dormousev1.SandboxNetwork{Mode: mode}}
+	if sb.Status.Node == "" || sb.Spec.Network != sandbox.NetworkOutbound {
+		return nothing, nil
+	}
+	place, err := s.placeOf(ctx, sb)
+	if err != nil {
+		return nil, err
+	}
+	cc, err := s.cfg.Streams.Conn(ctx, place, false)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, networkTime)
+	defer cancel()
+	resp, err := nodev1.NewAgentServiceClient(cc).GetSandboxNetwork(ctx, &nodev1.GetSandboxNetworkRequest{Tenant: sb.Tenant, Uid: sb.UID})
+	if errs.Has(err, errs.ObjectNotFound) { // not yet, or not any more
+		return nothing, nil
+	}
+	return &dormousev1.GetSandboxNetworkResponse{Network: resp.GetNetwork()}, err
 }
 
 func (s sandboxService) ListSandboxes(ctx context.Context, req *dormousev1.ListSandboxesRequest) (*dormousev1.ListSandboxesResponse, error) {

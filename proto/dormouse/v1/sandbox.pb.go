@@ -1033,6 +1033,183 @@ func (x *GetSandboxResponse) GetSandbox() *Sandbox {
 	return nil
 }
 
+type GetSandboxNetworkRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Uid           string                 `protobuf:"bytes,1,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxNetworkRequest) Reset() {
+	*x = GetSandboxNetworkRequest{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxNetworkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxNetworkRequest) ProtoMessage() {}
+
+func (x *GetSandboxNetworkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxNetworkRequest.ProtoReflect.Descriptor instead.
+func (*GetSandboxNetworkRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *GetSandboxNetworkRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type GetSandboxNetworkResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Network       *SandboxNetwork        `protobuf:"bytes,1,opt,name=network,proto3" json:"network,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxNetworkResponse) Reset() {
+	*x = GetSandboxNetworkResponse{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxNetworkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxNetworkResponse) ProtoMessage() {}
+
+func (x *GetSandboxNetworkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxNetworkResponse.ProtoReflect.Descriptor instead.
+func (*GetSandboxNetworkResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *GetSandboxNetworkResponse) GetNetwork() *SandboxNetwork {
+	if x != nil {
+		return x.Network
+	}
+	return nil
+}
+
+// SandboxNetwork is what the network of a sandbox has seen. It counts anew when the sandbox was hibernated.
+type SandboxNetwork struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Mode  NetworkMode            `protobuf:"varint,1,opt,name=mode,proto3,enum=dormouse.v1.NetworkMode" json:"mode,omitempty"`
+	// Its address on its node; empty without an outbound network.
+	Address string `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`
+	// All that went over its device, with what was refused.
+	SentBytes     uint64 `protobuf:"varint,3,opt,name=sent_bytes,json=sentBytes,proto3" json:"sent_bytes,omitempty"`
+	ReceivedBytes uint64 `protobuf:"varint,4,opt,name=received_bytes,json=receivedBytes,proto3" json:"received_bytes,omitempty"`
+	// Packets that the policy, or what is always blocked, refused.
+	RefusedPackets uint64 `protobuf:"varint,5,opt,name=refused_packets,json=refusedPackets,proto3" json:"refused_packets,omitempty"`
+	// Names that the node's resolver refused, since agentd was started there.
+	RefusedNames  uint64 `protobuf:"varint,6,opt,name=refused_names,json=refusedNames,proto3" json:"refused_names,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SandboxNetwork) Reset() {
+	*x = SandboxNetwork{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SandboxNetwork) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SandboxNetwork) ProtoMessage() {}
+
+func (x *SandboxNetwork) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SandboxNetwork.ProtoReflect.Descriptor instead.
+func (*SandboxNetwork) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *SandboxNetwork) GetMode() NetworkMode {
+	if x != nil {
+		return x.Mode
+	}
+	return NetworkMode_NETWORK_MODE_UNSPECIFIED
+}
+
+func (x *SandboxNetwork) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *SandboxNetwork) GetSentBytes() uint64 {
+	if x != nil {
+		return x.SentBytes
+	}
+	return 0
+}
+
+func (x *SandboxNetwork) GetReceivedBytes() uint64 {
+	if x != nil {
+		return x.ReceivedBytes
+	}
+	return 0
+}
+
+func (x *SandboxNetwork) GetRefusedPackets() uint64 {
+	if x != nil {
+		return x.RefusedPackets
+	}
+	return 0
+}
+
+func (x *SandboxNetwork) GetRefusedNames() uint64 {
+	if x != nil {
+		return x.RefusedNames
+	}
+	return 0
+}
+
 type UpdateSandboxRequest struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	OperationId string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
@@ -1057,7 +1234,7 @@ type UpdateSandboxRequest struct {
 
 func (x *UpdateSandboxRequest) Reset() {
 	*x = UpdateSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1069,7 +1246,7 @@ func (x *UpdateSandboxRequest) String() string {
 func (*UpdateSandboxRequest) ProtoMessage() {}
 
 func (x *UpdateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[9]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1082,7 +1259,7 @@ func (x *UpdateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*UpdateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{9}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *UpdateSandboxRequest) GetOperationId() string {
@@ -1165,7 +1342,7 @@ type UpdateSandboxResponse struct {
 
 func (x *UpdateSandboxResponse) Reset() {
 	*x = UpdateSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1177,7 +1354,7 @@ func (x *UpdateSandboxResponse) String() string {
 func (*UpdateSandboxResponse) ProtoMessage() {}
 
 func (x *UpdateSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[10]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1190,7 +1367,7 @@ func (x *UpdateSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateSandboxResponse.ProtoReflect.Descriptor instead.
 func (*UpdateSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{10}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *UpdateSandboxResponse) GetSandbox() *Sandbox {
@@ -1224,7 +1401,7 @@ type ListSandboxesRequest struct {
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1236,7 +1413,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[11]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1249,7 +1426,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{11}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListSandboxesRequest) GetPageSize() int32 {
@@ -1306,7 +1483,7 @@ type ListSandboxesResponse struct {
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1318,7 +1495,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[12]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1331,7 +1508,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -1365,7 +1542,7 @@ type DeleteSandboxRequest struct {
 
 func (x *DeleteSandboxRequest) Reset() {
 	*x = DeleteSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1377,7 +1554,7 @@ func (x *DeleteSandboxRequest) String() string {
 func (*DeleteSandboxRequest) ProtoMessage() {}
 
 func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[13]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1390,7 +1567,7 @@ func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{13}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DeleteSandboxRequest) GetOperationId() string {
@@ -1416,7 +1593,7 @@ type DeleteSandboxResponse struct {
 
 func (x *DeleteSandboxResponse) Reset() {
 	*x = DeleteSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1428,7 +1605,7 @@ func (x *DeleteSandboxResponse) String() string {
 func (*DeleteSandboxResponse) ProtoMessage() {}
 
 func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[14]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1441,7 +1618,7 @@ func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DeleteSandboxResponse) GetOperationId() string {
@@ -1463,7 +1640,7 @@ type WatchSandboxesRequest struct {
 
 func (x *WatchSandboxesRequest) Reset() {
 	*x = WatchSandboxesRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1475,7 +1652,7 @@ func (x *WatchSandboxesRequest) String() string {
 func (*WatchSandboxesRequest) ProtoMessage() {}
 
 func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[15]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1488,7 +1665,7 @@ func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WatchSandboxesRequest) GetAfterSequence() uint64 {
@@ -1518,7 +1695,7 @@ type WatchSandboxesResponse struct {
 
 func (x *WatchSandboxesResponse) Reset() {
 	*x = WatchSandboxesResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1530,7 +1707,7 @@ func (x *WatchSandboxesResponse) String() string {
 func (*WatchSandboxesResponse) ProtoMessage() {}
 
 func (x *WatchSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[16]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1543,7 +1720,7 @@ func (x *WatchSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WatchSandboxesResponse) GetSequence() uint64 {
@@ -1586,7 +1763,7 @@ type CheckpointSandboxRequest struct {
 
 func (x *CheckpointSandboxRequest) Reset() {
 	*x = CheckpointSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1598,7 +1775,7 @@ func (x *CheckpointSandboxRequest) String() string {
 func (*CheckpointSandboxRequest) ProtoMessage() {}
 
 func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[17]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1611,7 +1788,7 @@ func (x *CheckpointSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CheckpointSandboxRequest) GetOperationId() string {
@@ -1652,7 +1829,7 @@ type CheckpointSandboxResponse struct {
 
 func (x *CheckpointSandboxResponse) Reset() {
 	*x = CheckpointSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1664,7 +1841,7 @@ func (x *CheckpointSandboxResponse) String() string {
 func (*CheckpointSandboxResponse) ProtoMessage() {}
 
 func (x *CheckpointSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[18]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1677,7 +1854,7 @@ func (x *CheckpointSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckpointSandboxResponse.ProtoReflect.Descriptor instead.
 func (*CheckpointSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CheckpointSandboxResponse) GetSnapshot() *Snapshot {
@@ -1706,7 +1883,7 @@ type VolumeBinding struct {
 
 func (x *VolumeBinding) Reset() {
 	*x = VolumeBinding{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1718,7 +1895,7 @@ func (x *VolumeBinding) String() string {
 func (*VolumeBinding) ProtoMessage() {}
 
 func (x *VolumeBinding) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[19]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1731,7 +1908,7 @@ func (x *VolumeBinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeBinding.ProtoReflect.Descriptor instead.
 func (*VolumeBinding) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *VolumeBinding) GetPath() string {
@@ -1769,7 +1946,7 @@ type RestoreSandboxRequest struct {
 
 func (x *RestoreSandboxRequest) Reset() {
 	*x = RestoreSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1781,7 +1958,7 @@ func (x *RestoreSandboxRequest) String() string {
 func (*RestoreSandboxRequest) ProtoMessage() {}
 
 func (x *RestoreSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[20]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1794,7 +1971,7 @@ func (x *RestoreSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSandboxRequest.ProtoReflect.Descriptor instead.
 func (*RestoreSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *RestoreSandboxRequest) GetOperationId() string {
@@ -1842,7 +2019,7 @@ type RestoreSandboxResponse struct {
 
 func (x *RestoreSandboxResponse) Reset() {
 	*x = RestoreSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1854,7 +2031,7 @@ func (x *RestoreSandboxResponse) String() string {
 func (*RestoreSandboxResponse) ProtoMessage() {}
 
 func (x *RestoreSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[21]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1867,7 +2044,7 @@ func (x *RestoreSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreSandboxResponse.ProtoReflect.Descriptor instead.
 func (*RestoreSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *RestoreSandboxResponse) GetSandbox() *Sandbox {
@@ -1902,7 +2079,7 @@ type ForkSandboxRequest struct {
 
 func (x *ForkSandboxRequest) Reset() {
 	*x = ForkSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1914,7 +2091,7 @@ func (x *ForkSandboxRequest) String() string {
 func (*ForkSandboxRequest) ProtoMessage() {}
 
 func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[22]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1927,7 +2104,7 @@ func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ForkSandboxRequest) GetOperationId() string {
@@ -1991,7 +2168,7 @@ type ForkSandboxResponse struct {
 
 func (x *ForkSandboxResponse) Reset() {
 	*x = ForkSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2003,7 +2180,7 @@ func (x *ForkSandboxResponse) String() string {
 func (*ForkSandboxResponse) ProtoMessage() {}
 
 func (x *ForkSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[23]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2016,7 +2193,7 @@ func (x *ForkSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ForkSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ForkSandboxResponse) GetSandboxes() []*Sandbox {
@@ -2050,7 +2227,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2062,7 +2239,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[24]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2075,7 +2252,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *PauseSandboxRequest) GetOperationId() string {
@@ -2102,7 +2279,7 @@ type PauseSandboxResponse struct {
 
 func (x *PauseSandboxResponse) Reset() {
 	*x = PauseSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2114,7 +2291,7 @@ func (x *PauseSandboxResponse) String() string {
 func (*PauseSandboxResponse) ProtoMessage() {}
 
 func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[25]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2127,7 +2304,7 @@ func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
 func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *PauseSandboxResponse) GetSandbox() *Sandbox {
@@ -2154,7 +2331,7 @@ type HibernateSandboxRequest struct {
 
 func (x *HibernateSandboxRequest) Reset() {
 	*x = HibernateSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[26]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2166,7 +2343,7 @@ func (x *HibernateSandboxRequest) String() string {
 func (*HibernateSandboxRequest) ProtoMessage() {}
 
 func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[26]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2179,7 +2356,7 @@ func (x *HibernateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *HibernateSandboxRequest) GetOperationId() string {
@@ -2206,7 +2383,7 @@ type HibernateSandboxResponse struct {
 
 func (x *HibernateSandboxResponse) Reset() {
 	*x = HibernateSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[27]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2218,7 +2395,7 @@ func (x *HibernateSandboxResponse) String() string {
 func (*HibernateSandboxResponse) ProtoMessage() {}
 
 func (x *HibernateSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[27]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2231,7 +2408,7 @@ func (x *HibernateSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HibernateSandboxResponse.ProtoReflect.Descriptor instead.
 func (*HibernateSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *HibernateSandboxResponse) GetSandbox() *Sandbox {
@@ -2258,7 +2435,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[28]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2270,7 +2447,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[28]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2283,7 +2460,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{28}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ResumeSandboxRequest) GetOperationId() string {
@@ -2310,7 +2487,7 @@ type ResumeSandboxResponse struct {
 
 func (x *ResumeSandboxResponse) Reset() {
 	*x = ResumeSandboxResponse{}
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[29]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2322,7 +2499,7 @@ func (x *ResumeSandboxResponse) String() string {
 func (*ResumeSandboxResponse) ProtoMessage() {}
 
 func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_sandbox_proto_msgTypes[29]
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2335,7 +2512,7 @@ func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{29}
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ResumeSandboxResponse) GetSandbox() *Sandbox {
@@ -2439,7 +2616,19 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x11GetSandboxRequest\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\"D\n" +
 	"\x12GetSandboxResponse\x12.\n" +
-	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\"\xa5\x04\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\",\n" +
+	"\x18GetSandboxNetworkRequest\x12\x10\n" +
+	"\x03uid\x18\x01 \x01(\tR\x03uid\"R\n" +
+	"\x19GetSandboxNetworkResponse\x125\n" +
+	"\anetwork\x18\x01 \x01(\v2\x1b.dormouse.v1.SandboxNetworkR\anetwork\"\xec\x01\n" +
+	"\x0eSandboxNetwork\x12,\n" +
+	"\x04mode\x18\x01 \x01(\x0e2\x18.dormouse.v1.NetworkModeR\x04mode\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x1d\n" +
+	"\n" +
+	"sent_bytes\x18\x03 \x01(\x04R\tsentBytes\x12%\n" +
+	"\x0ereceived_bytes\x18\x04 \x01(\x04R\rreceivedBytes\x12'\n" +
+	"\x0frefused_packets\x18\x05 \x01(\x04R\x0erefusedPackets\x12#\n" +
+	"\rrefused_names\x18\x06 \x01(\x04R\frefusedNames\"\xa5\x04\n" +
 	"\x14UpdateSandboxRequest\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1f\n" +
@@ -2574,11 +2763,12 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x19VOLUME_POLICY_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12VOLUME_POLICY_SAME\x10\x01\x12\x17\n" +
 	"\x13VOLUME_POLICY_CLONE\x10\x02\x12\x19\n" +
-	"\x15VOLUME_POLICY_REPLACE\x10\x032\xbb\b\n" +
+	"\x15VOLUME_POLICY_REPLACE\x10\x032\x9f\t\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.dormouse.v1.CreateSandboxRequest\x1a\".dormouse.v1.CreateSandboxResponse\x12M\n" +
 	"\n" +
-	"GetSandbox\x12\x1e.dormouse.v1.GetSandboxRequest\x1a\x1f.dormouse.v1.GetSandboxResponse\x12V\n" +
+	"GetSandbox\x12\x1e.dormouse.v1.GetSandboxRequest\x1a\x1f.dormouse.v1.GetSandboxResponse\x12b\n" +
+	"\x11GetSandboxNetwork\x12%.dormouse.v1.GetSandboxNetworkRequest\x1a&.dormouse.v1.GetSandboxNetworkResponse\x12V\n" +
 	"\rUpdateSandbox\x12!.dormouse.v1.UpdateSandboxRequest\x1a\".dormouse.v1.UpdateSandboxResponse\x12V\n" +
 	"\rListSandboxes\x12!.dormouse.v1.ListSandboxesRequest\x1a\".dormouse.v1.ListSandboxesResponse\x12V\n" +
 	"\rDeleteSandbox\x12!.dormouse.v1.DeleteSandboxRequest\x1a\".dormouse.v1.DeleteSandboxResponse\x12[\n" +
@@ -2603,7 +2793,7 @@ func file_dormouse_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(SandboxPhase)(0),                 // 0: dormouse.v1.SandboxPhase
 	(NetworkMode)(0),                  // 1: dormouse.v1.NetworkMode
@@ -2618,116 +2808,123 @@ var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(*CreateSandboxResponse)(nil),     // 10: dormouse.v1.CreateSandboxResponse
 	(*GetSandboxRequest)(nil),         // 11: dormouse.v1.GetSandboxRequest
 	(*GetSandboxResponse)(nil),        // 12: dormouse.v1.GetSandboxResponse
-	(*UpdateSandboxRequest)(nil),      // 13: dormouse.v1.UpdateSandboxRequest
-	(*UpdateSandboxResponse)(nil),     // 14: dormouse.v1.UpdateSandboxResponse
-	(*ListSandboxesRequest)(nil),      // 15: dormouse.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),     // 16: dormouse.v1.ListSandboxesResponse
-	(*DeleteSandboxRequest)(nil),      // 17: dormouse.v1.DeleteSandboxRequest
-	(*DeleteSandboxResponse)(nil),     // 18: dormouse.v1.DeleteSandboxResponse
-	(*WatchSandboxesRequest)(nil),     // 19: dormouse.v1.WatchSandboxesRequest
-	(*WatchSandboxesResponse)(nil),    // 20: dormouse.v1.WatchSandboxesResponse
-	(*CheckpointSandboxRequest)(nil),  // 21: dormouse.v1.CheckpointSandboxRequest
-	(*CheckpointSandboxResponse)(nil), // 22: dormouse.v1.CheckpointSandboxResponse
-	(*VolumeBinding)(nil),             // 23: dormouse.v1.VolumeBinding
-	(*RestoreSandboxRequest)(nil),     // 24: dormouse.v1.RestoreSandboxRequest
-	(*RestoreSandboxResponse)(nil),    // 25: dormouse.v1.RestoreSandboxResponse
-	(*ForkSandboxRequest)(nil),        // 26: dormouse.v1.ForkSandboxRequest
-	(*ForkSandboxResponse)(nil),       // 27: dormouse.v1.ForkSandboxResponse
-	(*PauseSandboxRequest)(nil),       // 28: dormouse.v1.PauseSandboxRequest
-	(*PauseSandboxResponse)(nil),      // 29: dormouse.v1.PauseSandboxResponse
-	(*HibernateSandboxRequest)(nil),   // 30: dormouse.v1.HibernateSandboxRequest
-	(*HibernateSandboxResponse)(nil),  // 31: dormouse.v1.HibernateSandboxResponse
-	(*ResumeSandboxRequest)(nil),      // 32: dormouse.v1.ResumeSandboxRequest
-	(*ResumeSandboxResponse)(nil),     // 33: dormouse.v1.ResumeSandboxResponse
-	nil,                               // 34: dormouse.v1.SandboxSpec.EnvEntry
-	nil,                               // 35: dormouse.v1.SandboxSpec.NodeSelectorEntry
-	nil,                               // 36: dormouse.v1.CreateSandboxRequest.LabelsEntry
-	nil,                               // 37: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	nil,                               // 38: dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	nil,                               // 39: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	nil,                               // 40: dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	nil,                               // 41: dormouse.v1.ForkSandboxRequest.LabelsEntry
-	(*durationpb.Duration)(nil),       // 42: google.protobuf.Duration
-	(*EgressPolicy)(nil),              // 43: dormouse.v1.EgressPolicy
-	(*Condition)(nil),                 // 44: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil),     // 45: google.protobuf.Timestamp
-	(*ObjectMeta)(nil),                // 46: dormouse.v1.ObjectMeta
-	(*fieldmaskpb.FieldMask)(nil),     // 47: google.protobuf.FieldMask
-	(*Snapshot)(nil),                  // 48: dormouse.v1.Snapshot
+	(*GetSandboxNetworkRequest)(nil),  // 13: dormouse.v1.GetSandboxNetworkRequest
+	(*GetSandboxNetworkResponse)(nil), // 14: dormouse.v1.GetSandboxNetworkResponse
+	(*SandboxNetwork)(nil),            // 15: dormouse.v1.SandboxNetwork
+	(*UpdateSandboxRequest)(nil),      // 16: dormouse.v1.UpdateSandboxRequest
+	(*UpdateSandboxResponse)(nil),     // 17: dormouse.v1.UpdateSandboxResponse
+	(*ListSandboxesRequest)(nil),      // 18: dormouse.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),     // 19: dormouse.v1.ListSandboxesResponse
+	(*DeleteSandboxRequest)(nil),      // 20: dormouse.v1.DeleteSandboxRequest
+	(*DeleteSandboxResponse)(nil),     // 21: dormouse.v1.DeleteSandboxResponse
+	(*WatchSandboxesRequest)(nil),     // 22: dormouse.v1.WatchSandboxesRequest
+	(*WatchSandboxesResponse)(nil),    // 23: dormouse.v1.WatchSandboxesResponse
+	(*CheckpointSandboxRequest)(nil),  // 24: dormouse.v1.CheckpointSandboxRequest
+	(*CheckpointSandboxResponse)(nil), // 25: dormouse.v1.CheckpointSandboxResponse
+	(*VolumeBinding)(nil),             // 26: dormouse.v1.VolumeBinding
+	(*RestoreSandboxRequest)(nil),     // 27: dormouse.v1.RestoreSandboxRequest
+	(*RestoreSandboxResponse)(nil),    // 28: dormouse.v1.RestoreSandboxResponse
+	(*ForkSandboxRequest)(nil),        // 29: dormouse.v1.ForkSandboxRequest
+	(*ForkSandboxResponse)(nil),       // 30: dormouse.v1.ForkSandboxResponse
+	(*PauseSandboxRequest)(nil),       // 31: dormouse.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),      // 32: dormouse.v1.PauseSandboxResponse
+	(*HibernateSandboxRequest)(nil),   // 33: dormouse.v1.HibernateSandboxRequest
+	(*HibernateSandboxResponse)(nil),  // 34: dormouse.v1.HibernateSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 35: dormouse.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 36: dormouse.v1.ResumeSandboxResponse
+	nil,                               // 37: dormouse.v1.SandboxSpec.EnvEntry
+	nil,                               // 38: dormouse.v1.SandboxSpec.NodeSelectorEntry
+	nil,                               // 39: dormouse.v1.CreateSandboxRequest.LabelsEntry
+	nil,                               // 40: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	nil,                               // 41: dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	nil,                               // 42: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	nil,                               // 43: dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	nil,                               // 44: dormouse.v1.ForkSandboxRequest.LabelsEntry
+	(*durationpb.Duration)(nil),       // 45: google.protobuf.Duration
+	(*EgressPolicy)(nil),              // 46: dormouse.v1.EgressPolicy
+	(*Condition)(nil),                 // 47: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil),     // 48: google.protobuf.Timestamp
+	(*ObjectMeta)(nil),                // 49: dormouse.v1.ObjectMeta
+	(*fieldmaskpb.FieldMask)(nil),     // 50: google.protobuf.FieldMask
+	(*Snapshot)(nil),                  // 51: dormouse.v1.Snapshot
 }
 var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
-	34, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
+	37, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
 	4,  // 1: dormouse.v1.SandboxSpec.resources:type_name -> dormouse.v1.Resources
 	5,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
 	1,  // 3: dormouse.v1.SandboxSpec.network:type_name -> dormouse.v1.NetworkMode
-	35, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
-	42, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
+	38, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
+	45, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 6: dormouse.v1.SandboxSpec.on_idle:type_name -> dormouse.v1.IdleAction
-	42, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
-	43, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
+	45, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
+	46, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
 	0,  // 9: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
-	44, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
-	45, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	42, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	46, // 13: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	47, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
+	48, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	45, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
+	49, // 13: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
 	6,  // 14: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
 	7,  // 15: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
-	36, // 16: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
+	39, // 16: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
 	6,  // 17: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	37, // 18: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	40, // 18: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
 	8,  // 19: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	8,  // 20: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	47, // 21: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
-	38, // 22: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	42, // 23: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
-	42, // 24: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
-	2,  // 25: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
-	43, // 26: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
-	8,  // 27: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	0,  // 28: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
-	8,  // 29: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 30: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	39, // 31: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	48, // 32: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	3,  // 33: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	40, // 34: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	23, // 35: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 36: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	41, // 37: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
-	23, // 38: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 39: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 40: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 41: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 42: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	9,  // 43: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	11, // 44: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	13, // 45: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
-	15, // 46: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	17, // 47: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	19, // 48: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	21, // 49: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	24, // 50: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	26, // 51: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	28, // 52: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	30, // 53: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
-	32, // 54: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	10, // 55: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	12, // 56: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	14, // 57: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
-	16, // 58: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	18, // 59: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	20, // 60: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	22, // 61: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	25, // 62: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	27, // 63: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	29, // 64: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	31, // 65: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
-	33, // 66: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	55, // [55:67] is the sub-list for method output_type
-	43, // [43:55] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	15, // 21: dormouse.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	1,  // 22: dormouse.v1.SandboxNetwork.mode:type_name -> dormouse.v1.NetworkMode
+	50, // 23: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
+	41, // 24: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	45, // 25: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	45, // 26: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	2,  // 27: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
+	46, // 28: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	8,  // 29: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	0,  // 30: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
+	8,  // 31: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 32: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	42, // 33: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	51, // 34: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	3,  // 35: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
+	43, // 36: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	26, // 37: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 38: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	44, // 39: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	26, // 40: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 41: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 42: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 43: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 44: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 45: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	11, // 46: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	13, // 47: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
+	16, // 48: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	18, // 49: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	20, // 50: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	22, // 51: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	24, // 52: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	27, // 53: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	29, // 54: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	31, // 55: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	33, // 56: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	35, // 57: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	10, // 58: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	12, // 59: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	14, // 60: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
+	17, // 61: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	19, // 62: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	21, // 63: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	23, // 64: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	25, // 65: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	28, // 66: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	30, // 67: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	32, // 68: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	34, // 69: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	36, // 70: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	58, // [58:71] is the sub-list for method output_type
+	45, // [45:58] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }
@@ -2745,7 +2942,7 @@ func file_dormouse_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_sandbox_proto_rawDesc), len(file_dormouse_v1_sandbox_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   38,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

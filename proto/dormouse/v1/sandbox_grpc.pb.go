@@ -21,6 +21,7 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	SandboxService_CreateSandbox_FullMethodName     = "/dormouse.v1.SandboxService/CreateSandbox"
 	SandboxService_GetSandbox_FullMethodName        = "/dormouse.v1.SandboxService/GetSandbox"
+	SandboxService_GetSandboxNetwork_FullMethodName = "/dormouse.v1.SandboxService/GetSandboxNetwork"
 	SandboxService_UpdateSandbox_FullMethodName     = "/dormouse.v1.SandboxService/UpdateSandbox"
 	SandboxService_ListSandboxes_FullMethodName     = "/dormouse.v1.SandboxService/ListSandboxes"
 	SandboxService_DeleteSandbox_FullMethodName     = "/dormouse.v1.SandboxService/DeleteSandbox"
@@ -46,6 +47,8 @@ type SandboxServiceClient interface {
 	// CreateSandbox returns when the sandbox is Running, or Failed, or the deadline passes.
 	CreateSandbox(ctx context.Context, in *CreateSandboxRequest, opts ...grpc.CallOption) (*CreateSandboxResponse, error)
 	GetSandbox(ctx context.Context, in *GetSandboxRequest, opts ...grpc.CallOption) (*GetSandboxResponse, error)
+	// GetSandboxNetwork asks the sandbox's node what its network has seen. It is no use of the sandbox: nothing is woken.
+	GetSandboxNetwork(ctx context.Context, in *GetSandboxNetworkRequest, opts ...grpc.CallOption) (*GetSandboxNetworkResponse, error)
 	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable; an egress policy, when it is in
 	// force on the node too (observed_generation has reached generation).
 	UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error)
@@ -96,6 +99,16 @@ func (c *sandboxServiceClient) GetSandbox(ctx context.Context, in *GetSandboxReq
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetSandboxResponse)
 	err := c.cc.Invoke(ctx, SandboxService_GetSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *sandboxServiceClient) GetSandboxNetwork(ctx context.Context, in *GetSandboxNetworkRequest, opts ...grpc.CallOption) (*GetSandboxNetworkResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetSandboxNetworkResponse)
+	err := c.cc.Invoke(ctx, SandboxService_GetSandboxNetwork_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -224,6 +237,8 @@ type SandboxServiceServer interface {
 	// CreateSandbox returns when the sandbox is Running, or Failed, or the deadline passes.
 	CreateSandbox(context.Context, *CreateSandboxRequest) (*CreateSandboxResponse, error)
 	GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error)
+	// GetSandboxNetwork asks the sandbox's node what its network has seen. It is no use of the sandbox: nothing is woken.
+	GetSandboxNetwork(context.Context, *GetSandboxNetworkRequest) (*GetSandboxNetworkResponse, error)
 	// UpdateSandbox changes what update_mask names, in any phase but Deleting, and returns when that is durable; an egress policy, when it is in
 	// force on the node too (observed_generation has reached generation).
 	UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error)
@@ -265,6 +280,9 @@ func (UnimplementedSandboxServiceServer) CreateSandbox(context.Context, *CreateS
 }
 func (UnimplementedSandboxServiceServer) GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetSandbox not implemented")
+}
+func (UnimplementedSandboxServiceServer) GetSandboxNetwork(context.Context, *GetSandboxNetworkRequest) (*GetSandboxNetworkResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSandboxNetwork not implemented")
 }
 func (UnimplementedSandboxServiceServer) UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateSandbox not implemented")
@@ -349,6 +367,24 @@ func _SandboxService_GetSandbox_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(SandboxServiceServer).GetSandbox(ctx, req.(*GetSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SandboxService_GetSandboxNetwork_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSandboxNetworkRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SandboxServiceServer).GetSandboxNetwork(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SandboxService_GetSandboxNetwork_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SandboxServiceServer).GetSandboxNetwork(ctx, req.(*GetSandboxNetworkRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -540,6 +576,10 @@ var SandboxService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetSandbox",
 			Handler:    _SandboxService_GetSandbox_Handler,
+		},
+		{
+			MethodName: "GetSandboxNetwork",
+			Handler:    _SandboxService_GetSandboxNetwork_Handler,
 		},
 		{
 			MethodName: "UpdateSandbox",

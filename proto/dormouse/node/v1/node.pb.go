@@ -1980,6 +1980,102 @@ func (*RemoveImageResponse) Descriptor() ([]byte, []int) {
 	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
+type GetSandboxNetworkRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Tenant        string                 `protobuf:"bytes,1,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxNetworkRequest) Reset() {
+	*x = GetSandboxNetworkRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxNetworkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxNetworkRequest) ProtoMessage() {}
+
+func (x *GetSandboxNetworkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxNetworkRequest.ProtoReflect.Descriptor instead.
+func (*GetSandboxNetworkRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *GetSandboxNetworkRequest) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *GetSandboxNetworkRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type GetSandboxNetworkResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Network       *v1.SandboxNetwork     `protobuf:"bytes,1,opt,name=network,proto3" json:"network,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxNetworkResponse) Reset() {
+	*x = GetSandboxNetworkResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxNetworkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxNetworkResponse) ProtoMessage() {}
+
+func (x *GetSandboxNetworkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxNetworkResponse.ProtoReflect.Descriptor instead.
+func (*GetSandboxNetworkResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *GetSandboxNetworkResponse) GetNetwork() *v1.SandboxNetwork {
+	if x != nil {
+		return x.Network
+	}
+	return nil
+}
+
 type GetInventoryRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1988,7 +2084,7 @@ type GetInventoryRequest struct {
 
 func (x *GetInventoryRequest) Reset() {
 	*x = GetInventoryRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2000,7 +2096,7 @@ func (x *GetInventoryRequest) String() string {
 func (*GetInventoryRequest) ProtoMessage() {}
 
 func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2013,7 +2109,7 @@ func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryRequest.ProtoReflect.Descriptor instead.
 func (*GetInventoryRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 type GetInventoryResponse struct {
@@ -2028,7 +2124,7 @@ type GetInventoryResponse struct {
 
 func (x *GetInventoryResponse) Reset() {
 	*x = GetInventoryResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2040,7 +2136,7 @@ func (x *GetInventoryResponse) String() string {
 func (*GetInventoryResponse) ProtoMessage() {}
 
 func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2053,7 +2149,7 @@ func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryResponse.ProtoReflect.Descriptor instead.
 func (*GetInventoryResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *GetInventoryResponse) GetSandboxes() []*SandboxObservation {
@@ -2095,7 +2191,7 @@ type SandboxUse struct {
 
 func (x *SandboxUse) Reset() {
 	*x = SandboxUse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2107,7 +2203,7 @@ func (x *SandboxUse) String() string {
 func (*SandboxUse) ProtoMessage() {}
 
 func (x *SandboxUse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2120,7 +2216,7 @@ func (x *SandboxUse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxUse.ProtoReflect.Descriptor instead.
 func (*SandboxUse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *SandboxUse) GetUid() string {
@@ -2167,7 +2263,7 @@ type Hello struct {
 
 func (x *Hello) Reset() {
 	*x = Hello{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2179,7 +2275,7 @@ func (x *Hello) String() string {
 func (*Hello) ProtoMessage() {}
 
 func (x *Hello) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2192,7 +2288,7 @@ func (x *Hello) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hello.ProtoReflect.Descriptor instead.
 func (*Hello) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Hello) GetNode() string {
@@ -2314,7 +2410,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2326,7 +2422,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2339,7 +2435,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Heartbeat) GetProblems() map[string]string {
@@ -2381,7 +2477,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2393,7 +2489,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2406,7 +2502,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Report) GetId() uint64 {
@@ -2437,7 +2533,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2449,7 +2545,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2462,7 +2558,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *SessionRequest) GetMessage() isSessionRequest_Message {
@@ -2535,7 +2631,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +2643,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +2656,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Welcome) GetSessionEpoch() uint64 {
@@ -2603,7 +2699,7 @@ type TicketKey struct {
 
 func (x *TicketKey) Reset() {
 	*x = TicketKey{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2615,7 +2711,7 @@ func (x *TicketKey) String() string {
 func (*TicketKey) ProtoMessage() {}
 
 func (x *TicketKey) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2628,7 +2724,7 @@ func (x *TicketKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TicketKey.ProtoReflect.Descriptor instead.
 func (*TicketKey) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *TicketKey) GetId() string {
@@ -2654,7 +2750,7 @@ type HeartbeatAck struct {
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2666,7 +2762,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2679,7 +2775,7 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *HeartbeatAck) GetTicketKeys() []*TicketKey {
@@ -2700,7 +2796,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2712,7 +2808,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2725,7 +2821,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -2756,7 +2852,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2768,7 +2864,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2781,7 +2877,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -2994,7 +3090,12 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x12RemoveImageRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\"\x15\n" +
-	"\x13RemoveImageResponse\"\x15\n" +
+	"\x13RemoveImageResponse\"D\n" +
+	"\x18GetSandboxNetworkRequest\x12\x16\n" +
+	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"R\n" +
+	"\x19GetSandboxNetworkResponse\x125\n" +
+	"\anetwork\x18\x01 \x01(\v2\x1b.dormouse.v1.SandboxNetworkR\anetwork\"\x15\n" +
 	"\x13GetInventoryRequest\"\x8a\x02\n" +
 	"\x14GetInventoryResponse\x12B\n" +
 	"\tsandboxes\x18\x01 \x03(\v2$.dormouse.node.v1.SandboxObservationR\tsandboxes\x12C\n" +
@@ -3062,8 +3163,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\rheartbeat_ack\x18\x02 \x01(\v2\x1e.dormouse.node.v1.HeartbeatAckH\x00R\fheartbeatAck\x12<\n" +
 	"\n" +
 	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAckB\t\n" +
-	"\amessage2\xe6\n" +
-	"\n" +
+	"\amessage2\xd4\v\n" +
 	"\fAgentService\x12]\n" +
 	"\fStartSandbox\x12%.dormouse.node.v1.StartSandboxRequest\x1a&.dormouse.node.v1.StartSandboxResponse\x12c\n" +
 	"\x0eRestoreSandbox\x12'.dormouse.node.v1.RestoreSandboxRequest\x1a(.dormouse.node.v1.RestoreSandboxResponse\x12`\n" +
@@ -3077,7 +3177,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\fCreateVolume\x12%.dormouse.node.v1.CreateVolumeRequest\x1a&.dormouse.node.v1.CreateVolumeResponse\x12]\n" +
 	"\fDeleteVolume\x12%.dormouse.node.v1.DeleteVolumeRequest\x1a&.dormouse.node.v1.DeleteVolumeResponse\x12V\n" +
 	"\tPullImage\x12\".dormouse.node.v1.PullImageRequest\x1a#.dormouse.node.v1.PullImageResponse0\x01\x12Z\n" +
-	"\vRemoveImage\x12$.dormouse.node.v1.RemoveImageRequest\x1a%.dormouse.node.v1.RemoveImageResponse\x12]\n" +
+	"\vRemoveImage\x12$.dormouse.node.v1.RemoveImageRequest\x1a%.dormouse.node.v1.RemoveImageResponse\x12l\n" +
+	"\x11GetSandboxNetwork\x12*.dormouse.node.v1.GetSandboxNetworkRequest\x1a+.dormouse.node.v1.GetSandboxNetworkResponse\x12]\n" +
 	"\fGetInventory\x12%.dormouse.node.v1.GetInventoryRequest\x1a&.dormouse.node.v1.GetInventoryResponse2d\n" +
 	"\x0eSessionService\x12R\n" +
 	"\aSession\x12 .dormouse.node.v1.SessionRequest\x1a!.dormouse.node.v1.SessionResponse(\x010\x01B@Z>github.com/dormouse-run/dormouse/proto/dormouse/node/v1;nodev1b\x06proto3"
@@ -3094,7 +3195,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -3128,133 +3229,139 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*PullImageResponse)(nil),         // 29: dormouse.node.v1.PullImageResponse
 	(*RemoveImageRequest)(nil),        // 30: dormouse.node.v1.RemoveImageRequest
 	(*RemoveImageResponse)(nil),       // 31: dormouse.node.v1.RemoveImageResponse
-	(*GetInventoryRequest)(nil),       // 32: dormouse.node.v1.GetInventoryRequest
-	(*GetInventoryResponse)(nil),      // 33: dormouse.node.v1.GetInventoryResponse
-	(*SandboxUse)(nil),                // 34: dormouse.node.v1.SandboxUse
-	(*Hello)(nil),                     // 35: dormouse.node.v1.Hello
-	(*Heartbeat)(nil),                 // 36: dormouse.node.v1.Heartbeat
-	(*Report)(nil),                    // 37: dormouse.node.v1.Report
-	(*SessionRequest)(nil),            // 38: dormouse.node.v1.SessionRequest
-	(*Welcome)(nil),                   // 39: dormouse.node.v1.Welcome
-	(*TicketKey)(nil),                 // 40: dormouse.node.v1.TicketKey
-	(*HeartbeatAck)(nil),              // 41: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 42: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 43: dormouse.node.v1.SessionResponse
-	nil,                               // 44: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 45: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 46: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 47: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 48: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 49: google.protobuf.Timestamp
-	(*v1.EgressPolicy)(nil),           // 50: dormouse.v1.EgressPolicy
-	(*v1.VolumeReference)(nil),        // 51: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 52: google.protobuf.Duration
-	(*v1.SnapshotFile)(nil),           // 53: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 54: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 55: dormouse.v1.Image
-	(*v1.NodeResources)(nil),          // 56: dormouse.v1.NodeResources
-	(v1.NetworkMode)(0),               // 57: dormouse.v1.NetworkMode
-	(*v1.Error)(nil),                  // 58: dormouse.v1.Error
+	(*GetSandboxNetworkRequest)(nil),  // 32: dormouse.node.v1.GetSandboxNetworkRequest
+	(*GetSandboxNetworkResponse)(nil), // 33: dormouse.node.v1.GetSandboxNetworkResponse
+	(*GetInventoryRequest)(nil),       // 34: dormouse.node.v1.GetInventoryRequest
+	(*GetInventoryResponse)(nil),      // 35: dormouse.node.v1.GetInventoryResponse
+	(*SandboxUse)(nil),                // 36: dormouse.node.v1.SandboxUse
+	(*Hello)(nil),                     // 37: dormouse.node.v1.Hello
+	(*Heartbeat)(nil),                 // 38: dormouse.node.v1.Heartbeat
+	(*Report)(nil),                    // 39: dormouse.node.v1.Report
+	(*SessionRequest)(nil),            // 40: dormouse.node.v1.SessionRequest
+	(*Welcome)(nil),                   // 41: dormouse.node.v1.Welcome
+	(*TicketKey)(nil),                 // 42: dormouse.node.v1.TicketKey
+	(*HeartbeatAck)(nil),              // 43: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 44: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 45: dormouse.node.v1.SessionResponse
+	nil,                               // 46: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 47: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 48: dormouse.node.v1.Heartbeat.ProblemsEntry
+	(*v1.SandboxSpec)(nil),            // 49: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 50: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 51: google.protobuf.Timestamp
+	(*v1.EgressPolicy)(nil),           // 52: dormouse.v1.EgressPolicy
+	(*v1.VolumeReference)(nil),        // 53: dormouse.v1.VolumeReference
+	(*durationpb.Duration)(nil),       // 54: google.protobuf.Duration
+	(*v1.SnapshotFile)(nil),           // 55: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 56: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 57: dormouse.v1.Image
+	(*v1.SandboxNetwork)(nil),         // 58: dormouse.v1.SandboxNetwork
+	(*v1.NodeResources)(nil),          // 59: dormouse.v1.NodeResources
+	(v1.NetworkMode)(0),               // 60: dormouse.v1.NetworkMode
+	(*v1.Error)(nil),                  // 61: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	47, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	44, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	49, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	46, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	48, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	49, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	50, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	51, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
 	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
 	6,  // 8: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
-	50, // 9: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
+	52, // 9: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
 	3,  // 10: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 11: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 12: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	12, // 13: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	51, // 14: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	52, // 15: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	53, // 16: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	49, // 17: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	53, // 14: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	54, // 15: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	55, // 16: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	51, // 17: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
 	0,  // 18: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	52, // 19: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	54, // 19: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 20: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 21: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	52, // 22: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	54, // 22: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 23: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 24: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	3,  // 25: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 26: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	50, // 27: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	52, // 27: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
 	3,  // 28: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 29: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 30: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	25, // 31: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
 	0,  // 32: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 33: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	54, // 34: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	55, // 35: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	56, // 34: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	57, // 35: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
 	0,  // 36: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 37: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
-	12, // 38: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
-	25, // 39: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	55, // 40: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	52, // 41: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
-	45, // 42: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	56, // 43: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	56, // 44: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
-	33, // 45: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
-	34, // 46: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	57, // 47: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
-	46, // 48: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	56, // 49: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	55, // 50: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	34, // 51: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 52: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	35, // 53: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	36, // 54: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	37, // 55: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	52, // 56: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	40, // 57: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	40, // 58: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	58, // 59: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	39, // 60: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	41, // 61: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	42, // 62: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 63: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 64: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	8,  // 65: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	10, // 66: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	13, // 67: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	15, // 68: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	17, // 69: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	19, // 70: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
-	21, // 71: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	23, // 72: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	26, // 73: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	28, // 74: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	30, // 75: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	32, // 76: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	38, // 77: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 78: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	7,  // 79: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	9,  // 80: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	11, // 81: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	14, // 82: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	16, // 83: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	18, // 84: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	20, // 85: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
-	22, // 86: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	24, // 87: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	27, // 88: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	29, // 89: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	31, // 90: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	33, // 91: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	43, // 92: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	78, // [78:93] is the sub-list for method output_type
-	63, // [63:78] is the sub-list for method input_type
-	63, // [63:63] is the sub-list for extension type_name
-	63, // [63:63] is the sub-list for extension extendee
-	0,  // [0:63] is the sub-list for field type_name
+	58, // 37: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	3,  // 38: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
+	12, // 39: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
+	25, // 40: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
+	57, // 41: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	54, // 42: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	47, // 43: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	59, // 44: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	59, // 45: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	35, // 46: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
+	36, // 47: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
+	60, // 48: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
+	48, // 49: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	59, // 50: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	57, // 51: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	36, // 52: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 53: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	37, // 54: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	38, // 55: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	39, // 56: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	54, // 57: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	42, // 58: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	42, // 59: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	61, // 60: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	41, // 61: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	43, // 62: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	44, // 63: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	1,  // 64: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 65: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,  // 66: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10, // 67: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13, // 68: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15, // 69: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17, // 70: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19, // 71: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	21, // 72: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	23, // 73: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	26, // 74: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	28, // 75: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	30, // 76: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	32, // 77: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
+	34, // 78: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	40, // 79: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 80: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,  // 81: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,  // 82: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11, // 83: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14, // 84: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16, // 85: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18, // 86: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20, // 87: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	22, // 88: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	24, // 89: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	27, // 90: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	29, // 91: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	31, // 92: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	33, // 93: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
+	35, // 94: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	45, // 95: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	80, // [80:96] is the sub-list for method output_type
+	64, // [64:80] is the sub-list for method input_type
+	64, // [64:64] is the sub-list for extension type_name
+	64, // [64:64] is the sub-list for extension extendee
+	0,  // [0:64] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -3267,12 +3374,12 @@ func file_dormouse_node_v1_node_proto_init() {
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[38].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[40].OneofWrappers = []any{
 		(*SessionRequest_Hello)(nil),
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[43].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[45].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
@@ -3283,7 +3390,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   47,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

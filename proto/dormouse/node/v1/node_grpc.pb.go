@@ -32,6 +32,7 @@ const (
 	AgentService_DeleteVolume_FullMethodName      = "/dormouse.node.v1.AgentService/DeleteVolume"
 	AgentService_PullImage_FullMethodName         = "/dormouse.node.v1.AgentService/PullImage"
 	AgentService_RemoveImage_FullMethodName       = "/dormouse.node.v1.AgentService/RemoveImage"
+	AgentService_GetSandboxNetwork_FullMethodName = "/dormouse.node.v1.AgentService/GetSandboxNetwork"
 	AgentService_GetInventory_FullMethodName      = "/dormouse.node.v1.AgentService/GetInventory"
 )
 
@@ -72,6 +73,8 @@ type AgentServiceClient interface {
 	DeleteVolume(ctx context.Context, in *DeleteVolumeRequest, opts ...grpc.CallOption) (*DeleteVolumeResponse, error)
 	PullImage(ctx context.Context, in *PullImageRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[PullImageResponse], error)
 	RemoveImage(ctx context.Context, in *RemoveImageRequest, opts ...grpc.CallOption) (*RemoveImageResponse, error)
+	// GetSandboxNetwork tells what a sandbox's network has seen. It needs no command: any coordinator may ask.
+	GetSandboxNetwork(ctx context.Context, in *GetSandboxNetworkRequest, opts ...grpc.CallOption) (*GetSandboxNetworkResponse, error)
 	// GetInventory tells all that the node holds, from its records.
 	GetInventory(ctx context.Context, in *GetInventoryRequest, opts ...grpc.CallOption) (*GetInventoryResponse, error)
 }
@@ -223,6 +226,16 @@ func (c *agentServiceClient) RemoveImage(ctx context.Context, in *RemoveImageReq
 	return out, nil
 }
 
+func (c *agentServiceClient) GetSandboxNetwork(ctx context.Context, in *GetSandboxNetworkRequest, opts ...grpc.CallOption) (*GetSandboxNetworkResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetSandboxNetworkResponse)
+	err := c.cc.Invoke(ctx, AgentService_GetSandboxNetwork_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *agentServiceClient) GetInventory(ctx context.Context, in *GetInventoryRequest, opts ...grpc.CallOption) (*GetInventoryResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetInventoryResponse)
@@ -270,6 +283,8 @@ type AgentServiceServer interface {
 	DeleteVolume(context.Context, *DeleteVolumeRequest) (*DeleteVolumeResponse, error)
 	PullImage(*PullImageRequest, grpc.ServerStreamingServer[PullImageResponse]) error
 	RemoveImage(context.Context, *RemoveImageRequest) (*RemoveImageResponse, error)
+	// GetSandboxNetwork tells what a sandbox's network has seen. It needs no command: any coordinator may ask.
+	GetSandboxNetwork(context.Context, *GetSandboxNetworkRequest) (*GetSandboxNetworkResponse, error)
 	// GetInventory tells all that the node holds, from its records.
 	GetInventory(context.Context, *GetInventoryRequest) (*GetInventoryResponse, error)
 	mustEmbedUnimplementedAgentServiceServer()
@@ -320,6 +335,9 @@ func (UnimplementedAgentServiceServer) PullImage(*PullImageRequest, grpc.ServerS
 }
 func (UnimplementedAgentServiceServer) RemoveImage(context.Context, *RemoveImageRequest) (*RemoveImageResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RemoveImage not implemented")
+}
+func (UnimplementedAgentServiceServer) GetSandboxNetwork(context.Context, *GetSandboxNetworkRequest) (*GetSandboxNetworkResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetSandboxNetwork not implemented")
 }
 func (UnimplementedAgentServiceServer) GetInventory(context.Context, *GetInventoryRequest) (*GetInventoryResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetInventory not implemented")
@@ -572,6 +590,24 @@ func _AgentService_RemoveImage_Handler(srv interface{}, ctx context.Context, dec
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AgentService_GetSandboxNetwork_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetSandboxNetworkRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).GetSandboxNetwork(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_GetSandboxNetwork_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).GetSandboxNetwork(ctx, req.(*GetSandboxNetworkRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _AgentService_GetInventory_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetInventoryRequest)
 	if err := dec(in); err != nil {
@@ -644,6 +680,10 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RemoveImage",
 			Handler:    _AgentService_RemoveImage_Handler,
+		},
+		{
+			MethodName: "GetSandboxNetwork",
+			Handler:    _AgentService_GetSandboxNetwork_Handler,
 		},
 		{
 			MethodName: "GetInventory",
