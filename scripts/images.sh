@@ -5,7 +5,7 @@
 #
 # No public registry is needed: busybox comes from Debian's static build, python
 # is a Debian root made on this machine from its own package mirror, and programs is
-# that with what agents work with: Node.js, git and pip. An image is
+# that with what agents work with: Node.js, git, pip and apt. An image is
 # keyed by its recipe, so a second run takes a moment. Nothing in it names the
 # mirror.
 set -euo pipefail
@@ -68,7 +68,7 @@ command_python() { echo python3; }
 root_python() { debian_root "$2" python3,ca-certificates,netbase; }
 
 command_programs() { echo sh; }
-root_programs() { debian_root "$2" python3,python3-pip,nodejs,git,ca-certificates,netbase; }
+root_programs() { debian_root "$2" apt,python3,python3-pip,nodejs,git,ca-certificates,netbase; }
 
 # debian_root TAR PACKAGES: a Debian with these packages, and nothing of this machine in it.
 debian_root() {
