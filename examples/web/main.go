@@ -74,7 +74,7 @@ func show(ctx context.Context, a *api, image string) (err error) {
 
 // process starts a process, types to it, and says what it answers and how it ends.
 func process(ctx context.Context, a *api, sandbox string) error {
-	conn, _, err := websocket.Dial(ctx, a.base+sandbox+"/attach", &websocket.DialOptions{
+	conn, _, err := websocket.Dial(ctx, a.base+sandbox+"/attach", &websocket.DialOptions{ //nolint:bodyclose // it needs no closing, by its contract
 		HTTPClient: a.client, HTTPHeader: http.Header{"Authorization": {"Bearer " + a.key}}, Subprotocols: []string{"dormouse.attach.v1"},
 	})
 	if err != nil {

@@ -28,7 +28,7 @@ func (w *world) socket(uid, first string, header http.Header, subprotocols ...st
 	hc := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, "unix", w.RESTSocket())
 	}}}
-	conn, _, err := websocket.Dial(w.ctx, "http://dormouse/v1/sandboxes/"+uid+"/attach",
+	conn, _, err := websocket.Dial(w.ctx, "http://dormouse/v1/sandboxes/"+uid+"/attach", //nolint:bodyclose // it needs no closing, by its contract
 		&websocket.DialOptions{HTTPClient: hc, HTTPHeader: header, Subprotocols: append(subprotocols, "dormouse.attach.v1")})
 	w.ok(err)
 	w.Cleanup(func() { _ = conn.CloseNow() })
