@@ -34,7 +34,6 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"errors"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -235,9 +234,13 @@ func (c *Conn) read() {
 	dec := guestwire.Decoder{Accept: func(f guestwire.Frame) bool { return f.Channel == c.ch }}
 	var asm guestwire.Assembler
 	var waste waste
+	raw, err := c.out.SyscallConn()
 	for {
-		n, err := c.out.Read(dec.Space())
-		if err != nil && !errors.Is(err, io.EOF) {
+		n := 0
+		if err == nil {
+			n, err = receive(raw, &dec)
+		}
+		if err != nil {
 			c.fail(errs.Wrap(err, errs.GuestSilent, "the guest channel cannot be read").With("uid", c.uid))
 			return
 		}
@@ -266,6 +269,27 @@ func (c *Conn) read() {
 			return
 		}
 	}
+}
+
+// receive reads what there is, and waits for it without memory.
+func receive(raw syscall.RawConn, dec *guestwire.Decoder) (n int, err error) {
+	waitErr := raw.Read(func(fd uintptr) bool {
+		for {
+			n, err = unix.Read(int(fd), dec.Space())
+			switch {
+			case errors.Is(err, unix.EINTR):
+			case errors.Is(err, unix.EAGAIN):
+				dec.Rest()
+				return false
+			default:
+				return true
+			}
+		}
+	})
+	if waitErr != nil {
+		err = waitErr
+	}
+	return max(n, 0), err
 }
 
 // waste counts bytes that were of no use. What is a part of a message is, until the message is whole.

@@ -1,6 +1,9 @@
 package guestwire
 
-import "hash/crc32"
+import (
+	"hash/crc32"
+	"sync"
+)
 
 // HeaderSize is the size of a frame's header.
 const HeaderSize = 40
@@ -114,10 +117,13 @@ type Decoder struct {
 	frame int
 }
 
+// buffers are those of decoders that hold nothing.
+var buffers = sync.Pool{New: func() any { return new([MaxFrame]byte) }}
+
 // Space is where the next bytes are to be put; it is never empty after Next has returned false.
 func (d *Decoder) Space() []byte {
 	if d.buf == nil {
-		d.buf = make([]byte, MaxFrame)
+		d.buf = buffers.Get().(*[MaxFrame]byte)[:]
 	}
 	d.release()
 	if d.start > 0 {
@@ -126,6 +132,17 @@ func (d *Decoder) Space() []byte {
 		d.start = 0
 	}
 	return d.buf[d.end:]
+}
+
+// Rest gives the memory back until the next Space, if no byte of a frame is held: many channels are silent most of the
+// time. The payload of a frame that Next gave is not valid any more.
+func (d *Decoder) Rest() {
+	d.release()
+	if d.buf == nil || d.start < d.end {
+		return
+	}
+	buffers.Put((*[MaxFrame]byte)(d.buf))
+	d.buf, d.start, d.end = nil, 0, 0
 }
 
 // Filled says how many bytes were put into Space.

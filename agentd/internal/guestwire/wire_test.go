@@ -143,8 +143,35 @@ func decodeAll(d *Decoder, stream []byte, step int) []Frame {
 			f.Payload = bytes.Clone(f.Payload)
 			got = append(got, f)
 		}
+		if len(stream)%2 == 0 {
+			d.Rest()
+		}
 	}
 	return got
+}
+
+// TestDecoderRests: one that holds nothing has no memory, and one that holds a part of a frame keeps it.
+func TestDecoderRests(t *testing.T) {
+	d := &Decoder{}
+	stream := AppendFrame(nil, Frame{Type: TypeOutputData, Payload: []byte("payload")})
+	for _, cut := range []int{0, 1, HeaderSize, len(stream) - 1} {
+		d.Filled(copy(d.Space(), stream[:cut]))
+		if f, ok := d.Next(); ok {
+			t.Fatalf("%v of %d bytes", f, cut)
+		}
+		d.Rest()
+		if (d.buf == nil) != (cut == 0) {
+			t.Errorf("with %d bytes it has %d of memory", cut, len(d.buf))
+		}
+		d.Filled(copy(d.Space(), stream[cut:]))
+		if f, ok := d.Next(); !ok || string(f.Payload) != "payload" {
+			t.Errorf("cut at %d: %v, %v", cut, f, ok)
+		}
+		d.Rest()
+		if d.buf != nil || d.Buffered() != 0 {
+			t.Errorf("cut at %d: it kept its memory", cut)
+		}
+	}
 }
 
 func TestDecoderResynchronises(t *testing.T) {
