@@ -87,3 +87,9 @@ func TestWaiter(t *testing.T) {
 		t.Errorf("told to end it ended with %v", err)
 	}
 }
+
+func TestOneMemory(t *testing.T) {
+	if me := os.Getpid(); !oneMemory(me, me) || oneMemory(me, os.Getppid()) {
+		t.Error("this process has not its own memory alone")
+	}
+}

@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
@@ -159,15 +161,19 @@ func rest(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// processes gives the PSS, in MB, of all processes in the sandbox's control group, and how many they are.
+// processes gives the PSS, in MB, of all processes in the sandbox's control group, and how many they are. Memory that several processes have as
+// one, as runsc's threads for a guest's tasks do, is counted once.
 func (b *bench) processes(uid string) (float64, int, error) {
 	pids, err := b.pids(uid)
 	if err != nil {
 		return 0, 0, err
 	}
 	total := 0.0
-	for _, pid := range pids {
-		fields, err := kilobytes(fmt.Sprintf("/proc/%s/smaps_rollup", pid))
+	for i, pid := range pids {
+		if slices.ContainsFunc(pids[:i], func(other int) bool { return oneMemory(pid, other) }) {
+			continue
+		}
+		fields, err := kilobytes(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 		if err != nil {
 			return 0, 0, err
 		}
@@ -176,8 +182,16 @@ func (b *bench) processes(uid string) (float64, int, error) {
 	return total, len(pids), nil
 }
 
+// oneMemory tells whether two processes have the same address space; each says then what all have. A kernel that cannot
+// tell makes the figures too high.
+func oneMemory(a, b int) bool {
+	const kcmpVM = 1
+	order, _, err := unix.Syscall6(unix.SYS_KCMP, uintptr(a), uintptr(b), kcmpVM, 0, 0, 0)
+	return err == 0 && order == 0
+}
+
 // pids looks for the sandbox's group in every hierarchy: which one has it depends on the machine.
-func (b *bench) pids(uid string) ([]string, error) {
+func (b *bench) pids(uid string) ([]int, error) {
 	below := filepath.Join(b.cluster.CgroupParent(1), uid, "cgroup.procs")
 	found, err := filepath.Glob("/sys/fs/cgroup/*" + below)
 	if err != nil {
@@ -188,7 +202,15 @@ func (b *bench) pids(uid string) ([]string, error) {
 		if err != nil {
 			continue
 		}
-		if pids := strings.Fields(string(data)); len(pids) > 0 {
+		var pids []int
+		for _, field := range strings.Fields(string(data)) {
+			pid, err := strconv.Atoi(field)
+			if err != nil {
+				return nil, err
+			}
+			pids = append(pids, pid)
+		}
+		if len(pids) > 0 {
 			return pids, nil
 		}
 	}
