@@ -18,8 +18,9 @@ import (
 const (
 	// controlTime bounds a call that the sandbox answers at once.
 	controlTime = 10 * time.Second
-	// maxReply bounds what the sandbox may say to a call.
-	maxReply = 64 << 10
+	// maxReply bounds what the sandbox may say to a call. Of a save that failed it tells with the stacks of all its
+	// goroutines.
+	maxReply = 4 << 20
 )
 
 // call asks the sandbox over its control socket: one JSON object there, with the descriptors beside its
@@ -74,7 +75,7 @@ func exchange(conn *net.UnixConn, method string, arg, result any, files []int) e
 		return err
 	}
 	if !reply.Success {
-		said := reply.Err
+		said := withoutStacks(reply.Err)
 		if len(said) > 1000 {
 			said = said[:1000]
 		}

@@ -172,7 +172,6 @@ func TestB18_AgentKilledDuringSave(t *testing.T) {
 		t.Fatalf("recovered %+v, want it paused", st)
 	}
 	must(t, n.d.Resume(ctx, cfg.ID))
-	n.reapCommand(t, "checkpoint", cfg.ID)
 	before := n.count(t, cfg.ID)
 	n.save(t, cfg.ID, true)
 	if after := n.count(t, cfg.ID); after.Nonce != before.Nonce || after.Counter != before.Counter+1 {

@@ -12,9 +12,10 @@
 //   - While runsc starts the sandbox: it goes on alone, in a session of its own. As above, or the sandbox
 //     runs with a record that has no pid. Delete finds its processes by their control group.
 //   - After the start, before the caller persisted the handle: as above.
-//   - During pause, resume or save: the command goes on alone and holds runsc's lock; the next command
+//   - During pause or resume: the command goes on alone and holds runsc's lock; the next command
 //     waits for it. Such a command is never killed, because it changes the sandbox first and runsc's
 //     state file after, and a pause counted twice would need two resumes.
+//   - During a save: the sandbox goes on writing what it was asked for, into files that nobody reads.
 //   - During Delete: every step is idempotent; the record goes last.
 //
 // # How an end is seen
@@ -333,11 +334,7 @@ func (d *Driver) Save(ctx context.Context, id string, opts runtime.SaveOptions) 
 	if err != nil || len(entries) > 0 {
 		return errs.Wrap(err, errs.InvalidField, "the snapshot's folder %s must exist and be empty", opts.Dir).With("field", "dir")
 	}
-	args := []string{"checkpoint", "-leave-running", "-compression=none", "-image-path=" + opts.Dir}
-	if opts.Direct {
-		args = append(args, "-direct")
-	}
-	err = d.change(ctx, id, change{step: "save", args: args, from: []runtime.Phase{runtime.Paused}, failed: func() { d.emptyFiles(id, opts.Dir) }})
+	err = d.change(ctx, id, change{step: "save", call: func() error { return d.save(id, opts) }, from: []runtime.Phase{runtime.Paused}, failed: func() { d.emptyFiles(id, opts.Dir) }})
 	if !errs.Has(err, errs.SandboxFailed) {
 		return err
 	}
@@ -363,7 +360,8 @@ func (d *Driver) emptyFiles(id, dir string) {
 // change is a command that changes a sandbox and is not to be cut in two.
 type change struct {
 	step   string
-	args   []string        // without the id
+	args   []string        // of runsc, without the id
+	call   func() error    // what is done instead; a *failure is the sandbox's own
 	from   []runtime.Phase // the phases that it is for
 	done   runtime.Phase   // the phase in which there is nothing to do; "" for none
 	failed func()          // runs when runsc says that it failed; may be nil
@@ -391,7 +389,12 @@ func (d *Driver) change(ctx context.Context, id string, c change) error {
 	done := make(chan error, 1)
 	d.wg.Go(func() {
 		defer e.unlock()
-		err := d.run(d.ctx, command{rec: rec, args: append(c.args, id), patient: true})
+		var err error
+		if c.call != nil {
+			err = c.call()
+		} else {
+			err = d.run(d.ctx, command{rec: rec, args: append(c.args, id), patient: true})
+		}
 		var f *failure
 		if errors.As(err, &f) && c.failed != nil {
 			c.failed()
