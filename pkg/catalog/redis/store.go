@@ -135,6 +135,8 @@ func clientOptions(o Options) *goredis.Options {
 		Protocol: 2, DisableIdentity: true, ContextTimeoutEnabled: true,
 		MaxRetries: -1, DialerRetries: 1,
 		DialTimeout: dial, ReadTimeout: reply, WriteTimeout: reply, PoolTimeout: reply,
+		// A record is a few KiB; the library's 64 KiB for each connection would be most of a coordinator's memory.
+		ReadBufferSize: 8 << 10, WriteBufferSize: 8 << 10,
 		PoolSize: pool, OnConnect: func(ctx context.Context, cn *goredis.Conn) error { return requireDurable(ctx, cn) },
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 		Dialer: func(ctx context.Context, network, addr string) (net.Conn, error) {
