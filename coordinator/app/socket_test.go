@@ -175,9 +175,9 @@ func TestSocketAttach(t *testing.T) {
 
 // TestSocketSlowProcess: input that the process does not take waits, and the client is not taken for dead for what it cannot be asked meanwhile.
 func TestSocketSlowProcess(t *testing.T) {
-	w := newWeb(t, func(c *app.Config) { c.WebSocket.Ping = 100 * time.Millisecond })
 	const pieces, piece = 8, 60 << 10 // twice what may be on its way
-	try := func() bool {
+	try := func(ping time.Duration) bool {
+		w := newWeb(t, func(c *app.Config) { c.WebSocket.Ping = ping })
 		slow := w.at(`{"open": {"process_id": "greedy", "input": true}}`)
 		all := make(chan bool, 1)
 		go func() {
@@ -194,7 +194,7 @@ func TestSocketSlowProcess(t *testing.T) {
 				return false
 			}
 		}
-		<-time.After(5 * w.cfg.WebSocket.Ping)
+		<-time.After(5 * ping)
 		select {
 		case w.node.feed <- struct{}{}:
 			return <-all
@@ -203,8 +203,8 @@ func TestSocketSlowProcess(t *testing.T) {
 		}
 	}
 	// On a machine that stands still for so long a client may be taken for dead before its input waits.
-	for range 10 {
-		if try() {
+	for ping := 100 * time.Millisecond; ping < 20*time.Second; ping *= 2 {
+		if try(ping) {
 			return
 		}
 	}
