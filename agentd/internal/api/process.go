@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -314,14 +315,28 @@ func (r *reader) read(ctx context.Context, conn *guest.Conn, follow bool) (*dorm
 	for _, which := range []guest.Output{guest.Stdout, guest.Stderr} {
 		group.Go(func() error { return r.copy(gctx, conn, which, mode) })
 	}
-	if err := group.Wait(); err != nil || !follow {
-		return nil, err
+	if !follow {
+		return nil, group.Wait()
 	}
-	e, err := conn.Wait(ctx, r.processID)
+	// Asked for beside the outputs, the exit is there when they end. That it fails does not keep an output from
+	// being read as far as it goes.
+	waiting, cancel := context.WithCancel(ctx)
+	var waiter errgroup.Group
+	var exit guest.Exit
+	waiter.Go(func() (err error) {
+		exit, err = conn.Wait(waiting, r.processID)
+		return err
+	})
+	err := group.Wait()
 	if err != nil {
+		cancel()
+	}
+	waitErr := waiter.Wait()
+	cancel()
+	if err = cmp.Or(err, waitErr); err != nil {
 		return nil, err
 	}
-	return exitToProto(&e), nil
+	return exitToProto(&exit), nil
 }
 
 // rest sends what was kept of the main command's output from where the channel ended.
