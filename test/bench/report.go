@@ -93,7 +93,7 @@ func (r Result) String() string {
 }
 
 // names in the order of the report.
-var names = []string{"start", "checkpoint", "restore", "memory", "image", "catalog", "exec", "files", "lifecycle"}
+var names = []string{"start", "checkpoint", "restore", "memory", "image", "catalog", "exec", "files", "lifecycle", "network"}
 
 const head = `# Figures
 

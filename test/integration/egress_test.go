@@ -2,9 +2,11 @@ package integration
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -54,6 +56,35 @@ func (w *world) ticker() (port string, over chan struct{}) {
 	})
 	_, port, _ = net.SplitHostPort(l.Addr().String())
 	return port, over
+}
+
+// door counts who knocks at a server in the hub.
+func (w *world) door() (port string, knocks *atomic.Int64) {
+	w.Helper()
+	var l net.Listener
+	w.ok(fabric.Do(fabric.HubPath(w.ID), func() (err error) {
+		l, err = net.Listen("tcp4", fabric.HubAddr+":0")
+		return err
+	}))
+	knocks = new(atomic.Int64)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			knocks.Add(1)
+			_ = c.Close()
+		}
+	}()
+	w.Cleanup(func() {
+		_ = l.Close()
+		<-done
+	})
+	_, port, _ = net.SplitHostPort(l.Addr().String())
+	return port, knocks
 }
 
 // egress sets a policy and checks that it is said to be in force.
@@ -177,4 +208,58 @@ func TestEgressUpdateAndADyingAgentd(t *testing.T) {
 		t.Errorf("restored with %v", restored.Last.GetSpec().GetEgress())
 	}
 	w.fetches(restored, site, "you are "+fabric.NodeAddr(1))
+}
+
+// A program tries without end to get out while its sandbox is hibernated, wakes, is copied and restored under a policy that does not let it:
+// not one connection gets through, not even the first.
+func TestThePolicyIsThereBeforeTheGuestGoesOn(t *testing.T) {
+	w := enter(t)
+	port, knocks := w.door()
+	s := w.create(w.outbound(1, nil, "sh", "-c", `i=0; while true; do nc -w 20 `+fabric.HubAddr+" "+port+` </dev/null >/dev/null 2>&1; i=$((i+1)); echo $i >/tmp/n; mv /tmp/n /tmp/tries; done`))
+	tries := func(s *client.Sandbox) (n int) {
+		w.await("it tries", func() error {
+			_, err := fmt.Sscan(w.sh(s, "cat /tmp/tries 2>/dev/null || echo 0"), &n)
+			if err == nil && n == 0 {
+				err = errors.New("not once")
+			}
+			return err
+		})
+		return n
+	}
+	goesOn := func(s *client.Sandbox) {
+		t.Helper()
+		before := tries(s)
+		w.await("it goes on trying", func() error {
+			if now := tries(s); now < before+3 {
+				return fmt.Errorf("%d times, then %d", before, now)
+			}
+			return nil
+		})
+	}
+	goesOn(s)
+	if knocks.Load() == 0 {
+		t.Fatal("it was allowed, and did not get out")
+	}
+	w.ok(s.Hibernate(w.ctx, ""))
+	w.ok(w.egress(w.ctx, s, only()))
+	before := knocks.Load()
+	w.ok(s.Resume(w.ctx, ""))
+	goesOn(s)
+	snap := w.checkpoint(s)
+	copies, _, err := w.api.Fork(w.ctx, &dormousev1.ForkSandboxRequest{SandboxUid: s.UID, Count: 2})
+	w.ok(err)
+	restored, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{})
+	w.ok(err)
+	seen := map[string]bool{}
+	for _, c := range append(copies, restored, s) {
+		goesOn(c)
+		if at := fmt.Sprint(w.nodeOf(c), w.addressOf(c)); seen[at] {
+			t.Errorf("two have the address %s", at)
+		} else {
+			seen[at] = true
+		}
+	}
+	if now := knocks.Load(); now != before {
+		t.Errorf("%d connections got through", now-before)
+	}
 }

@@ -250,7 +250,7 @@ func (f *firewall) addPolicy(m member) {
 		if len(r.Domains) > 0 {
 			set := f.domainSet(m, i)
 			_ = f.conn.AddSet(set, m.opened.elements(i, time.Now())) // fails for sets that are made wrongly only
-			f.addRule(chain, r, set, pass)
+			f.addRule(chain, r, rule(loadDestination(), in(set)), pass)
 		}
 	}
 	if e.Default == sandbox.EgressDeny {
@@ -282,8 +282,8 @@ func (f *firewall) anonymous(kind nftables.SetDatatype, interval bool, elements 
 	return s
 }
 
-// ranges is the set of a rule's addresses; nil when it has any.
-func (f *firewall) ranges(r sandbox.EgressRule) *nftables.Set {
+// ranges matches a rule's addresses; nothing when it has any.
+func (f *firewall) ranges(r sandbox.EgressRule) []expr.Any {
 	if len(r.CIDRs) == 0 {
 		return nil
 	}
@@ -293,29 +293,39 @@ func (f *firewall) ranges(r sandbox.EgressRule) *nftables.Set {
 			all = append(all, p)
 		}
 	}
-	return f.anonymous(nftables.TypeIPAddr, true, addressIntervals(all))
+	if len(all) == 1 { // a set is three messages to the kernel
+		return rule(loadDestination(), &expr.Bitwise{SourceRegister: reg1, DestRegister: reg1, Len: 4, Mask: ipMask(all[0]), Xor: make([]byte, 4)},
+			equals(bytesOf(all[0].Addr())))
+	}
+	return rule(loadDestination(), in(f.anonymous(nftables.TypeIPAddr, true, addressIntervals(all))))
 }
 
-func (f *firewall) addRule(chain string, r sandbox.EgressRule, addresses *nftables.Set, then []expr.Any) {
-	var parts []expr.Any
-	if addresses != nil {
-		parts = append(parts, loadDestination(), in(addresses))
+func (f *firewall) ports(all []sandbox.PortRange) []expr.Any {
+	switch {
+	case len(all) == 0:
+		return nil
+	case len(all) > 1:
+		return rule(loadPort(), in(f.anonymous(nftables.TypeInetService, true, portIntervals(all))))
+	case all[0].First == all[0].Last:
+		return rule(loadPort(), equals(binaryutil.BigEndian.PutUint16(all[0].First)))
 	}
+	return rule(loadPort(), &expr.Range{Op: expr.CmpOpEq, Register: reg1, FromData: binaryutil.BigEndian.PutUint16(all[0].First), ToData: binaryutil.BigEndian.PutUint16(all[0].Last)})
+}
+
+func (f *firewall) addRule(chain string, r sandbox.EgressRule, addresses, then []expr.Any) {
+	parts := []any{addresses}
 	switch {
 	case r.Protocol == sandbox.TCP:
-		parts = append(parts, protocol(unix.IPPROTO_TCP)...)
+		parts = append(parts, protocol(unix.IPPROTO_TCP))
 	case r.Protocol == sandbox.UDP:
-		parts = append(parts, protocol(unix.IPPROTO_UDP)...)
+		parts = append(parts, protocol(unix.IPPROTO_UDP))
 	case r.Protocol == sandbox.ICMP:
-		parts = append(parts, protocol(unix.IPPROTO_ICMP)...)
+		parts = append(parts, protocol(unix.IPPROTO_ICMP))
 	case len(r.Ports) > 0:
 		both := f.anonymous(nftables.TypeInetProto, false, []nftables.SetElement{{Key: []byte{unix.IPPROTO_TCP}}, {Key: []byte{unix.IPPROTO_UDP}}})
 		parts = append(parts, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg1}, in(both))
 	}
-	if len(r.Ports) > 0 {
-		parts = append(parts, loadPort(), in(f.anonymous(nftables.TypeInetService, true, portIntervals(r.Ports))))
-	}
-	f.add(chain, parts, then)
+	f.add(chain, append(parts, f.ports(r.Ports), then)...)
 }
 
 // ---- transactions ---------------------------------------------------------------
@@ -403,12 +413,12 @@ func (f *firewall) set(m member, used map[netip.Addr]bool) error {
 	})
 }
 
-// policyOf is the policy that is in force for an address; false where none is.
-func (f *firewall) policyOf(addr netip.Addr) (*sandbox.Egress, bool) {
+// policyOf is the policy that is in force for an address, and whether names opened anything by it; false where none is.
+func (f *firewall) policyOf(addr netip.Addr) (egress *sandbox.Egress, named, ok bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	m, ok := f.members[addr]
-	return m.egress, ok && !f.stale
+	return m.egress, len(m.opened) > 0, ok && !f.stale
 }
 
 // remove takes all of an address out. Idempotent.

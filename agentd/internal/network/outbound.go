@@ -265,6 +265,18 @@ func (o *Outbound) discard(p prepared) error {
 	return err
 }
 
+// aStart is about how long a sandbox takes to start.
+const aStart = 100 * time.Millisecond
+
+// refillPause keeps the making of the next namespace from the start of the sandbox that took the last one, while there
+// are enough.
+func (o *Outbound) refillPause() time.Duration {
+	if len(o.idle) == 0 || len(o.idle) < cap(o.idle)/2 {
+		return 0
+	}
+	return aStart
+}
+
 // fill keeps the pool full until its context ends.
 func (o *Outbound) fill(ctx context.Context) {
 	defer close(o.done)
@@ -287,7 +299,7 @@ func (o *Outbound) fill(ctx context.Context) {
 		}
 		select {
 		case o.idle <- p:
-			retry.Reset(0)
+			retry.Reset(o.refillPause())
 		case <-ctx.Done():
 			if err := o.discard(p); err != nil {
 				o.log.Error("give up a network of the pool", "error", err)
@@ -374,14 +386,17 @@ func (o *Outbound) SetEgress(uid string, egress *sandbox.Egress) error {
 	if h == nil {
 		return errs.New(errs.ObjectNotFound, "sandbox %s has no network of this node's", uid).With("kind", "network").With("uid", uid)
 	}
-	was, ok := o.wall.policyOf(h.addr)
+	was, named, ok := o.wall.policyOf(h.addr)
 	switch {
 	case !ok && o.askerAt(h.addr) == nil:
 		return nil
 	case !ok || !reflect.DeepEqual(was, egress):
-		used, err := o.links.inUse(h.addr, mark(uid, was))
-		if err != nil {
-			return err
+		var used map[netip.Addr]bool
+		if named { // the kernel looks through all that it keeps track of
+			var err error
+			if used, err = o.links.inUse(h.addr, mark(uid, was)); err != nil {
+				return err
+			}
 		}
 		if err := o.enforce(uid, h, egress, used); err != nil {
 			return err

@@ -356,6 +356,15 @@ func TestOutboundPolicies(t *testing.T) {
 	a.reaches(outsideIP+":81", "port81")
 	a.refused(otherIP + ":80")
 
+	// Several addresses and ports.
+	must(t, o.SetEgress("a", allowing(sandbox.EgressRule{CIDRs: []string{outsideIP, "198.51.100.0/24"}, Ports: []sandbox.PortRange{{First: 70, Last: 79}, {First: 81, Last: 81}}})))
+	a.reaches(outsideIP+":81", "port81")
+	a.refused(outsideIP+":80", otherIP+":81")
+	must(t, o.SetEgress("a", allowing(sandbox.EgressRule{CIDRs: []string{"0.0.0.0/0"}, Ports: []sandbox.PortRange{{First: 81, Last: 81}}})))
+	a.reaches(outsideIP+":81", "port81")
+	a.refused(outsideIP + ":80")
+	must(t, o.SetEgress("a", nil))
+
 	// A connection that a new policy forbids ends, one that it allows goes on.
 	c, _, err := a.reach(outsideIP + ":80")
 	must(t, err)
