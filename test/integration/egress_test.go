@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"strings"
 	"sync/atomic"
@@ -58,15 +59,15 @@ func (w *world) ticker() (port string, over chan struct{}) {
 	return port, over
 }
 
-// door counts who knocks at a server in the hub.
-func (w *world) door() (port string, knocks *atomic.Int64) {
+// door is a server in the hub. knocked tells how often it was called until now, what waits to be accepted included.
+func (w *world) door() (port string, knocked func() int64) {
 	w.Helper()
 	var l net.Listener
 	w.ok(fabric.Do(fabric.HubPath(w.ID), func() (err error) {
 		l, err = net.Listen("tcp4", fabric.HubAddr+":0")
 		return err
 	}))
-	knocks = new(atomic.Int64)
+	var knocks atomic.Int64
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -84,7 +85,17 @@ func (w *world) door() (port string, knocks *atomic.Int64) {
 		<-done
 	})
 	_, port, _ = net.SplitHostPort(l.Addr().String())
-	return port, knocks
+	mine := int64(0)
+	return port, func() int64 {
+		w.Helper()
+		c, err := fabric.Dialer(fabric.HubPath(w.ID))(w.ctx, "tcp4", l.Addr().String())
+		w.ok(err)
+		defer c.Close()
+		_, err = io.ReadAll(c) // until it is its turn
+		w.ok(err)
+		mine++
+		return knocks.Load() - mine
+	}
 }
 
 // egress sets a policy and checks that it is said to be in force.
@@ -214,7 +225,7 @@ func TestEgressUpdateAndADyingAgentd(t *testing.T) {
 // not one connection gets through, not even the first.
 func TestThePolicyIsThereBeforeTheGuestGoesOn(t *testing.T) {
 	w := enter(t)
-	port, knocks := w.door()
+	port, knocked := w.door()
 	s := w.create(w.outbound(1, nil, "sh", "-c", `i=0; while true; do nc -w 20 `+fabric.HubAddr+" "+port+` </dev/null >/dev/null 2>&1; i=$((i+1)); echo $i >/tmp/n; mv /tmp/n /tmp/tries; done`))
 	tries := func(s *client.Sandbox) (n int) {
 		w.await("it tries", func() error {
@@ -237,12 +248,12 @@ func TestThePolicyIsThereBeforeTheGuestGoesOn(t *testing.T) {
 		})
 	}
 	goesOn(s)
-	if knocks.Load() == 0 {
+	if knocked() == 0 {
 		t.Fatal("it was allowed, and did not get out")
 	}
 	w.ok(s.Hibernate(w.ctx, ""))
 	w.ok(w.egress(w.ctx, s, only()))
-	before := knocks.Load()
+	before := knocked()
 	w.ok(s.Resume(w.ctx, ""))
 	goesOn(s)
 	snap := w.checkpoint(s)
@@ -259,7 +270,7 @@ func TestThePolicyIsThereBeforeTheGuestGoesOn(t *testing.T) {
 			seen[at] = true
 		}
 	}
-	if now := knocks.Load(); now != before {
+	if now := knocked(); now != before {
 		t.Errorf("%d connections got through", now-before)
 	}
 }
