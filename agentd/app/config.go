@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
+	"github.com/dormouse-run/dormouse/pkg/admission"
 	"github.com/dormouse-run/dormouse/pkg/config"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -53,6 +54,8 @@ type Config struct {
 type DirectConfig struct {
 	Listen    string `yaml:"listen" usage:"host:port at which clients with tickets reach processes, files and ports; empty: only through a coordinator"`
 	Advertise string `yaml:"advertise" usage:"host:port that clients are told; the listen address by default"`
+	// Tenant limits what one tenant may ask here at a time.
+	Tenant admission.Limits `yaml:"tenant"`
 }
 
 // LayersConfig is of the read-only layers.
@@ -128,6 +131,7 @@ func Defaults() Config {
 		Containerd: ContainerdConfig{Socket: "/run/containerd/containerd.sock", Namespace: layers.DefaultNamespace},
 		Bundle:     BundleConfig{Dir: "/usr/lib/dormouse/bundle"},
 		Listen:     "127.0.0.1:7421",
+		Direct:     DirectConfig{Tenant: admission.DefaultLimits()},
 		Reserve:    ReserveConfig{CPUMillis: 0, Memory: 256 << 20, Disk: 1 << 30},
 		Limits:     LimitsConfig{Sandboxes: 1024, Commands: 20000, Networks: 16},
 		Network:    NetworkConfig{Ready: 4},
@@ -192,6 +196,9 @@ func (c *Config) checkDirect() error {
 	}
 	if c.Direct.Advertise == "" {
 		c.Direct.Advertise = c.Direct.Listen
+	}
+	if !c.Direct.Tenant.Valid() {
+		return fmt.Errorf("direct.tenant: no limit is below zero, and a rate needs a burst; 0 is no limit")
 	}
 	for _, address := range []string{c.Direct.Listen, c.Direct.Advertise} {
 		if _, _, err := net.SplitHostPort(address); address != "" && err != nil {

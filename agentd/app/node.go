@@ -160,6 +160,20 @@ func (n *node) Owner(uid string) (string, error) {
 	return rec.Tenant, err
 }
 
+// Awake tells the door for clients whether the sandbox can be used as it is.
+func (n *node) Awake(uid string) error {
+	rec, err := n.state.Sandbox(uid)
+	if err != nil {
+		return err
+	}
+	switch rec.Phase {
+	case sandbox.Paused, sandbox.Hibernating, sandbox.Hibernated, sandbox.Resuming:
+		return errs.New(errs.SandboxPaused, "sandbox %s is %s: resume it, or ask a coordinator, which wakes it where its spec says so", uid, rec.Phase).
+			With("uid", uid).With("phase", string(rec.Phase))
+	}
+	return nil
+}
+
 func (n *node) Final(uid string) (runner.Final, error) { return n.run.Final(uid) }
 
 // Images, for the API.

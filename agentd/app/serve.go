@@ -169,7 +169,7 @@ func (a *App) servers() ([]*server, error) {
 	if a.cfg.Direct.Listen == "" {
 		return all, nil
 	}
-	direct := guarded(access.Clients(a.node, &a.tickets), grpc.Creds(wire.TLS(a.tls.ServerAlone())),
+	direct := guarded(access.Clients(a.node, &a.tickets, a.cfg.Direct.Tenant), grpc.Creds(wire.TLS(a.tls.ServerAlone())),
 		grpc.MaxConcurrentStreams(directStreams), grpc.MaxHeaderListSize(directHeaders), grpc.ConnectionTimeout(10*time.Second))
 	dataPlane(direct)
 	return append(all, &server{Server: direct, name: "direct listener", open: func(ctx context.Context) (net.Listener, error) {

@@ -24,7 +24,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/pkg/admission"
 	"github.com/dormouse-run/dormouse/pkg/config"
 	"github.com/dormouse-run/dormouse/pkg/obs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -60,7 +60,7 @@ type Config struct {
 		Ping    time.Duration `yaml:"ping" usage:"how often a WebSocket's client is asked whether it is there; after two without an answer it is not"`
 	} `yaml:"websocket"`
 	// Tenant limits what one tenant may ask of this coordinator at a time.
-	Tenant auth.Limits `yaml:"tenant"`
+	Tenant admission.Limits `yaml:"tenant"`
 	Redis  struct {
 		Address  string        `yaml:"address" usage:"host:port or absolute path of the Redis or Valkey server"`
 		Username string        `yaml:"username" usage:"user at the server"`
@@ -96,7 +96,7 @@ func DefaultConfig() Config {
 	c.Listen.Node = []string{"127.0.0.1:7444"}
 	c.Redis.Address = "127.0.0.1:6379"
 	c.Redis.Catalog = "dormouse"
-	c.Tenant = auth.DefaultLimits()
+	c.Tenant = admission.DefaultLimits()
 	c.Lease.TTL = 6 * time.Second
 	c.Tickets.Life = 2 * time.Minute
 	c.Ports.Idle = 5 * time.Minute

@@ -24,6 +24,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/forward"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/rest"
+	"github.com/dormouse-run/dormouse/pkg/admission"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
@@ -49,7 +50,7 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 		return err
 	}
 	who := forward.Resolver(keys.Authenticate)
-	admission := auth.NewAdmission(a.cfg.Tenant, nil)
+	bounds := auth.Admission{Admission: admission.New(a.cfg.Tenant, nil)}
 	grpcs, err := bindAll(ctx, a.cfg.Listen.GRPC)
 	if err != nil {
 		return err
@@ -65,10 +66,10 @@ func (a *App) listen(ctx, life context.Context, files *pki.Source, keys *auth.Au
 		if isUnix(address) {
 			creds = insecure.NewCredentials()
 		}
-		a.serveGRPC("grpc", l, a.public(around, services, who, admission, grpc.Creds(creds),
+		a.serveGRPC("grpc", l, a.public(around, services, who, bounds, grpc.Creds(creds),
 			grpc.MaxConcurrentStreams(maxConnStreams), grpc.MaxHeaderListSize(maxHeaders), grpc.StaticStreamWindowSize(streamWindow)))
 	}
-	if err := a.listenREST(ctx, life, around, services, keys, admission, files.ServerOptional(pki.RoleClient, pki.RoleOperator)); err != nil {
+	if err := a.listenREST(ctx, life, around, services, keys, bounds, files.ServerOptional(pki.RoleClient, pki.RoleOperator)); err != nil {
 		return err
 	}
 	for _, address := range a.cfg.Listen.Node {
@@ -146,10 +147,10 @@ type sessionStream struct {
 func (s *sessionStream) RecvMsg(m any) error { return s.raw.RecvMsg(m) }
 
 // public makes a server of the public API.
-func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, admission *auth.Admission, opts ...grpc.ServerOption) *grpc.Server {
+func (a *App) public(around *wire.Server, services *api.Server, who auth.Resolver, bounds auth.Admission, opts ...grpc.ServerOption) *grpc.Server {
 	opts = append(around.Options(), append(opts,
-		grpc.ChainUnaryInterceptor(auth.Unary(who), admission.Unary(), a.forward.Unary()),
-		grpc.ChainStreamInterceptor(auth.Stream(who), admission.Stream(), a.forward.Stream()),
+		grpc.ChainUnaryInterceptor(auth.Unary(who), bounds.Unary(), a.forward.Unary()),
+		grpc.ChainStreamInterceptor(auth.Stream(who), bounds.Stream(), a.forward.Stream()),
 		grpc.MaxRecvMsgSize(api.MaxMessage), grpc.StaticConnWindowSize(nodeclient.ConnWindow), alive(), lenient())...)
 	srv := grpc.NewServer(opts...)
 	services.Register(srv)
@@ -175,7 +176,7 @@ func lenient() grpc.ServerOption {
 	return grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true})
 }
 
-func (a *App) listenREST(ctx, life context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, admission *auth.Admission, publicTLS *tls.Config) error {
+func (a *App) listenREST(ctx, life context.Context, around *wire.Server, services *api.Server, keys *auth.Authenticator, bounds auth.Admission, publicTLS *tls.Config) error {
 	if len(a.cfg.Listen.REST) == 0 {
 		return nil
 	}
@@ -185,7 +186,7 @@ func (a *App) listenREST(ctx, life context.Context, around *wire.Server, service
 	}
 	a.bridge = bridge
 	// What REST passes on has one window more on its way than other calls, so a smaller one here.
-	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), admission, grpc.StaticStreamWindowSize(nodeclient.StreamWindow))
+	inner := a.public(around, services, bridge.Resolver(keys.Authenticate), bounds, grpc.StaticStreamWindowSize(nodeclient.StreamWindow))
 	o := rest.Options{PortIdle: a.cfg.Ports.Idle, Origins: a.cfg.WebSocket.Origins, Ping: a.cfg.WebSocket.Ping}
 	if a.tickets != nil {
 		o.Tickets = a.tickets.Check

@@ -119,7 +119,7 @@ func (p *plane) refused(u string, w *way, err error) bool {
 	}
 	no := false
 	switch e.Reason {
-	case errs.TicketInvalid, errs.CredentialsMissing, errs.CredentialsInvalid, errs.NotAllowed, errs.WrongPhase, errs.NodeAway, errs.ShuttingDown:
+	case errs.TicketInvalid, errs.CredentialsMissing, errs.CredentialsInvalid, errs.NotAllowed, errs.WrongPhase, errs.SandboxPaused, errs.NodeAway, errs.ShuttingDown:
 		no = e.Outcome == errs.NotStarted
 	case errs.ObjectNotFound:
 		no = e.Details["kind"] == "sandbox"
@@ -255,7 +255,7 @@ func (s *routed) begin(w *way, first any) (grpc.ClientStream, error) {
 		return nil, err
 	}
 	header, err := stream.Header()
-	if err == nil && header == nil {
+	if err == nil && len(header.Get(dataplane.AdmittedKey)) == 0 {
 		// It ended before it was let in; what is received is why.
 		if err = stream.RecvMsg(new(dormousev1.Error)); err == nil || errors.Is(err, io.EOF) {
 			err = errs.New(errs.ReplyLost, "the node ended the stream before it began")

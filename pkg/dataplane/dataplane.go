@@ -72,6 +72,10 @@ func VerbOf(fullMethod string) (Verb, bool) {
 // The node takes it from a coordinator's certificate only, and compares it with its own record.
 const TenantKey = "dormouse-tenant"
 
+// AdmittedKey is the header with which a node says that it has let a client's stream in. An error of a stream without it came before
+// anything was done. (That there are headers says nothing: an answer that is an error may have some.)
+const AdmittedKey = "dormouse-admitted"
+
 const uidField = "sandbox_uid"
 
 // SandboxUID gives the sandbox that a message names, or "".

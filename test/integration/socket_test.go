@@ -25,17 +25,22 @@ type socket struct {
 // socket opens one with what says who asks, and sends the first message.
 func (w *world) socket(uid, first string, header http.Header, subprotocols ...string) *socket {
 	w.Helper()
-	hc := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", w.RESTSocket())
-	}}}
-	conn, _, err := websocket.Dial(w.ctx, "http://dormouse/v1/sandboxes/"+uid+"/attach", //nolint:bodyclose // it needs no closing, by its contract
-		&websocket.DialOptions{HTTPClient: hc, HTTPHeader: header, Subprotocols: append(subprotocols, "dormouse.attach.v1")})
+	conn, _, err := w.dialSocket(uid, header, subprotocols...) //nolint:bodyclose // it needs no closing, by its contract
 	w.ok(err)
 	w.Cleanup(func() { _ = conn.CloseNow() })
 	conn.SetReadLimit(1 << 20)
 	s := &socket{world: w, Conn: conn}
 	s.text(first)
 	return s
+}
+
+func (w *world) dialSocket(uid string, header http.Header, subprotocols ...string) (*websocket.Conn, *http.Response, error) {
+	hc := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "unix", w.RESTSocket())
+	}}}
+	defer hc.CloseIdleConnections()
+	return websocket.Dial(w.ctx, "http://dormouse/v1/sandboxes/"+uid+"/attach",
+		&websocket.DialOptions{HTTPClient: hc, HTTPHeader: header, Subprotocols: append(subprotocols, "dormouse.attach.v1")})
 }
 
 func (w *world) keyed(uid, first string) *socket {

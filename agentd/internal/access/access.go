@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
 
+	"github.com/dormouse-run/dormouse/pkg/admission"
 	"github.com/dormouse-run/dormouse/pkg/dataplane"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/ticket"
@@ -28,6 +29,8 @@ import (
 type Sandboxes interface {
 	// Owner gives the tenant of a sandbox; OBJECT_NOT_FOUND.
 	Owner(sandboxUID string) (tenant string, err error)
+	// Awake is SANDBOX_PAUSED for one that stands still or is only on the disk.
+	Awake(sandboxUID string) error
 }
 
 // maxCalls bounds the calls with tickets that one sandbox has open.
@@ -44,7 +47,8 @@ type grant struct {
 type Door struct {
 	sandboxes Sandboxes
 	enter     func(ctx context.Context, verb dataplane.Verb) (grant, error)
-	strict    bool // nothing but the data plane
+	strict    bool                 // nothing but the data plane
+	tenants   *admission.Admission // nil: a coordinator has counted already
 
 	mu   sync.Mutex
 	open map[string]int // by sandbox
@@ -61,9 +65,9 @@ func Coordinators(s Sandboxes) *Door {
 	}}
 }
 
-// Clients is the door of the listener for clients with tickets.
-func Clients(s Sandboxes, v *ticket.Verifier) *Door {
-	return &Door{sandboxes: s, strict: true, open: make(map[string]int), enter: func(ctx context.Context, verb dataplane.Verb) (grant, error) {
+// Clients is the door of the listener for clients with tickets. Each tenant is held to the limits.
+func Clients(s Sandboxes, v *ticket.Verifier, limits admission.Limits) *Door {
+	return &Door{sandboxes: s, strict: true, tenants: admission.New(limits, nil), open: make(map[string]int), enter: func(ctx context.Context, verb dataplane.Verb) (grant, error) {
 		values := metadata.ValueFromIncomingContext(ctx, "authorization")
 		if len(values) == 0 {
 			return grant{}, errs.New(errs.CredentialsMissing, "show a ticket (authorization: Ticket dt1...)")
@@ -84,7 +88,10 @@ func Clients(s Sandboxes, v *ticket.Verifier) *Door {
 }
 
 // look decides on a call that names a sandbox, and counts it until done is called.
-func (d *Door) look(g grant, sandboxUID string) (done func(), err error) {
+//
+// A client's call to a sandbox that is paused is not let in: a coordinator is who wakes, where the sandbox's spec
+// says so, and the client's library goes there with what was refused here before it began.
+func (d *Door) look(g grant, sandboxUID string, stream bool) (done func(), err error) {
 	if g.sandbox != "" && g.sandbox != sandboxUID {
 		return nil, errs.New(errs.NotAllowed, "the ticket is for another sandbox")
 	}
@@ -95,14 +102,23 @@ func (d *Door) look(g grant, sandboxUID string) (done func(), err error) {
 	if err != nil || !g.direct {
 		return func() {}, err
 	}
+	if err := d.sandboxes.Awake(sandboxUID); err != nil {
+		return nil, err
+	}
+	leave, err := d.tenants.Enter(tenant, stream)
+	if err != nil {
+		return nil, err
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.open[sandboxUID] >= maxCalls {
+		leave()
 		return nil, errs.New(errs.TooMany, "the sandbox has %d calls open at its node; go on when some have ended", maxCalls).
 			With("resource", "calls").With("limit", strconv.Itoa(maxCalls))
 	}
 	d.open[sandboxUID]++
 	return func() {
+		leave()
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		if d.open[sandboxUID]--; d.open[sandboxUID] == 0 {
@@ -134,7 +150,7 @@ func (d *Door) Unary() grpc.UnaryServerInterceptor {
 		if err != nil {
 			return nil, err
 		}
-		done, err := d.look(g, dataplane.SandboxUID(req))
+		done, err := d.look(g, dataplane.SandboxUID(req), false)
 		if err != nil {
 			return nil, err
 		}
@@ -143,7 +159,7 @@ func (d *Door) Unary() grpc.UnaryServerInterceptor {
 	}
 }
 
-// Stream guards streams: their first message is looked at. Once it is let in the headers are sent, so that a client
+// Stream guards streams: their first message is looked at. Once it is let in the headers are sent and say so, so that a client
 // learns without waiting for the first answer that the door is passed.
 func (d *Door) Stream() grpc.StreamServerInterceptor {
 	return func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
@@ -181,10 +197,10 @@ func (w *guardedStream) RecvMsg(m any) error {
 	if err := w.ServerStream.RecvMsg(m); err != nil || w.looked {
 		return err
 	}
-	done, err := w.door.look(w.grant, dataplane.SandboxUID(m))
+	done, err := w.door.look(w.grant, dataplane.SandboxUID(m), true)
 	if err != nil {
 		return err
 	}
 	w.looked, w.done = true, done
-	return w.ServerStream.SendHeader(nil)
+	return w.ServerStream.SendHeader(metadata.Pairs(dataplane.AdmittedKey, "1"))
 }

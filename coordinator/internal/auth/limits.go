@@ -2,103 +2,23 @@ package auth
 
 import (
 	"context"
-	"strconv"
-	"sync"
-	"time"
 
 	"google.golang.org/grpc"
 
-	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/admission"
 )
 
-// Limits are what one tenant may ask at a time of one coordinator. 0 is no limit.
-type Limits struct {
-	Rate    int `yaml:"calls_per_second" usage:"calls that a tenant may begin in a second, in the long run"`
-	Burst   int `yaml:"burst" usage:"calls that a tenant may begin at once"`
-	Calls   int `yaml:"calls" usage:"calls of a tenant in progress, waits included"`
-	Streams int `yaml:"streams" usage:"streams of a tenant that are open"`
-}
+// Admission refuses calls over the limits of their tenant; it stands behind the authentication.
+type Admission struct{ *admission.Admission }
 
-// Valid tells whether the limits can be kept.
-func (l Limits) Valid() bool {
-	return min(l.Rate, l.Burst, l.Calls, l.Streams) >= 0 && (l.Rate == 0 || l.Burst > 0)
-}
-
-// DefaultLimits leave room for a tenant with thousands of sandboxes.
-func DefaultLimits() Limits { return Limits{Rate: 2000, Burst: 8000, Calls: 4096, Streams: 4096} }
-
-// Admission counts the calls of each tenant and refuses those over the limits with TOO_MANY. A tenant has
-// credentials that were checked, so that the number of tenants that are counted is bounded by those.
-type Admission struct {
-	limits Limits
-	now    func() time.Time
-
-	mu      sync.Mutex
-	tenants map[string]*account
-}
-
-// account is one tenant's. tokens are the calls that it may begin at once.
-type account struct {
-	tokens         float64
-	filled         time.Time
-	calls, streams int
-}
-
-// NewAdmission makes one with empty accounts. A nil now is the clock.
-func NewAdmission(l Limits, now func() time.Time) *Admission {
-	if now == nil {
-		now = time.Now
-	}
-	return &Admission{limits: l, now: now, tenants: make(map[string]*account)}
-}
-
-func tooMany(what, resource string, limit int) error {
-	return errs.New(errs.TooMany, "the tenant has too many %s: the limit is %d; go on when some have ended, with pauses", what, limit).
-		With("resource", resource).With("limit", strconv.Itoa(limit))
-}
-
-// enter counts a call that begins. leave has to be called when it has ended.
-func (a *Admission) enter(tenant string, stream bool) (leave func(), err error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	now := a.now()
-	acc := a.tenants[tenant]
-	if acc == nil {
-		acc = &account{tokens: float64(max(a.limits.Burst, 1)), filled: now}
-		a.tenants[tenant] = acc
-	}
-	open, limit, what, resource := &acc.calls, a.limits.Calls, "calls in progress", "calls"
-	if stream {
-		open, limit, what, resource = &acc.streams, a.limits.Streams, "open streams", "streams"
-	}
-	if limit > 0 && *open >= limit {
-		return nil, tooMany(what, resource, limit)
-	}
-	if a.limits.Rate > 0 {
-		// A clock that was set back earns nothing.
-		earned := max(now.Sub(acc.filled).Seconds(), 0) * float64(a.limits.Rate)
-		acc.tokens, acc.filled = min(acc.tokens+earned, float64(max(a.limits.Burst, 1))), now
-		if acc.tokens < 1 {
-			return nil, tooMany("calls a second", "calls_per_second", a.limits.Rate)
-		}
-		acc.tokens--
-	}
-	*open++
-	return sync.OnceFunc(func() {
-		a.mu.Lock()
-		defer a.mu.Unlock()
-		*open--
-	}), nil
-}
-
-// Unary admits calls; it stands behind the authentication.
-func (a *Admission) Unary() grpc.UnaryServerInterceptor {
+// Unary admits calls.
+func (a Admission) Unary() grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 		id, err := From(ctx)
 		if err != nil {
 			return next(ctx, req) // open to all, or refused by the handler
 		}
-		leave, err := a.enter(id.Tenant, false)
+		leave, err := a.Enter(id.Tenant, false)
 		if err != nil {
 			return nil, err
 		}
@@ -108,13 +28,13 @@ func (a *Admission) Unary() grpc.UnaryServerInterceptor {
 }
 
 // Stream is Unary for streams.
-func (a *Admission) Stream() grpc.StreamServerInterceptor {
+func (a Admission) Stream() grpc.StreamServerInterceptor {
 	return func(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 		id, err := From(ss.Context())
 		if err != nil {
 			return next(srv, ss) // open to all, or refused by the handler
 		}
-		leave, err := a.enter(id.Tenant, true)
+		leave, err := a.Enter(id.Tenant, true)
 		if err != nil {
 			return err
 		}

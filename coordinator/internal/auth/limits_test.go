@@ -3,71 +3,40 @@ package auth
 import (
 	"context"
 	"testing"
-	"time"
 
 	"google.golang.org/grpc"
 
+	"github.com/dormouse-run/dormouse/pkg/admission"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
+// Calls and streams are counted apart, and only while they go on.
 func TestAdmission(t *testing.T) {
-	now := time.Unix(1000, 0)
-	a := NewAdmission(Limits{Rate: 10, Burst: 5, Calls: 3, Streams: 1}, func() time.Time { return now })
-	var open []func()
-	enter := func(tenant string, stream bool, want string) {
-		t.Helper()
-		leave, err := a.enter(tenant, stream)
-		if err == nil {
-			open = append(open, leave)
-		}
-		if got := errs.From(err); (err == nil) != (want == "") || err != nil && (got.Reason != errs.TooMany || got.Details["resource"] != want || got.Details["limit"] == "") {
-			t.Fatalf("%v, want %q", err, want)
-		}
-	}
-	for range 3 {
-		enter("acme", false, "")
-	}
-	enter("acme", false, "calls") // a refused call costs no token
-	enter("acme", true, "")
-	enter("acme", true, "streams")
-	enter("other", false, "") // somebody else's
-	open[0]()
-	open[0]() // counts once
-	enter("acme", false, "")
-	for _, leave := range open {
-		leave()
-	}
-	enter("acme", false, "calls_per_second")
-	now = now.Add(-time.Hour) // a clock that goes wrong earns nothing
-	enter("acme", false, "calls_per_second")
-	now = now.Add(100 * time.Millisecond)
-	enter("acme", false, "")
-	enter("acme", false, "calls_per_second")
-	now = now.Add(time.Hour)
-	for range 3 {
-		enter("acme", false, "")
-		open[len(open)-1]()
-	}
-}
-
-func TestAdmissionWithoutLimits(t *testing.T) {
-	a := NewAdmission(Limits{}, nil)
+	a := Admission{admission.New(admission.Limits{Calls: 1, Streams: 1}, nil)}
 	ctx := With(context.Background(), Identity{Tenant: "acme"})
-	call := a.Unary()
-	for range 1000 {
-		if _, err := call(ctx, nil, nil, func(context.Context, any) (any, error) { return nil, nil }); err != nil {
+	unary := func(inside func() error) error {
+		_, err := a.Unary()(ctx, nil, nil, func(context.Context, any) (any, error) { return nil, inside() })
+		return err
+	}
+	stream := func(inside func() error) error {
+		return a.Stream()(nil, fakeStream{ctx: ctx}, nil, func(any, grpc.ServerStream) error { return inside() })
+	}
+	nothing := func() error { return nil }
+	for range 2 {
+		err := unary(func() error {
+			return stream(func() error {
+				if err := unary(nothing); !errs.Has(err, errs.TooMany) {
+					t.Errorf("a second call: %v", err)
+				}
+				if err := stream(nothing); !errs.Has(err, errs.TooMany) {
+					t.Errorf("a second stream: %v", err)
+				}
+				return nil
+			})
+		})
+		if err != nil {
 			t.Fatal(err)
 		}
-	}
-	stream := a.Stream()
-	err := stream(nil, fakeStream{ctx: ctx}, nil, func(_ any, ss grpc.ServerStream) error {
-		if a.tenants["acme"].streams != 1 {
-			t.Error("a stream is not counted")
-		}
-		return nil
-	})
-	if err != nil || a.tenants["acme"].streams != 0 || a.tenants["acme"].calls != 0 {
-		t.Fatalf("%v %+v", err, a.tenants["acme"])
 	}
 }
 
