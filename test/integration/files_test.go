@@ -81,9 +81,10 @@ func TestB23FilesBothWays(t *testing.T) {
 		before, err := rss(w.AgentdPID(w.nodeOf(s)))
 		w.ok(err)
 		path := fmt.Sprintf("/data/in/%d", size)
-		want := sumOf(t, &pattern{size: size})
-		done, err := files.Write(w.ctx, path, &pattern{size: size}, client.WriteOptions{Parents: true, Size: size})
+		sent := sha256.New()
+		done, err := files.Write(w.ctx, path, io.TeeReader(&pattern{size: size}, sent), client.WriteOptions{Parents: true, Size: size})
 		w.ok(err)
+		want := "sha256:" + hex.EncodeToString(sent.Sum(nil))
 		if done.GetDigest() != want || done.GetInfo().GetSizeBytes() != size || done.GetInfo().GetMode() != 0o644 {
 			t.Errorf("%d bytes: wrote %v; want digest %s", size, done, want)
 		}
