@@ -2,8 +2,10 @@ package integration
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -186,4 +188,21 @@ func TestTicketOfAnEarlierSandbox(t *testing.T) {
 			t.Errorf("at a coordinator: %v, %v; want %s", resp, err, reason)
 		}
 	}
+}
+
+// TestExposeCommand: a port is exposed and asked for as the documentation shows it.
+func TestExposeCommand(t *testing.T) {
+	w := enter(t)
+	out, code := w.dormouse("create", "--expose", "8080", "--memory", "64Mi", w.busybox(), "--",
+		"sh", "-c", "mkdir /www; echo hello > /www/index.html; exec httpd -f -p 127.0.0.1:8080 -h /www")
+	uid := strings.TrimSpace(out)
+	if code != 0 || uid == "" {
+		t.Fatalf("create: %d %q", code, out)
+	}
+	w.await("the page", func() error {
+		if a := w.rest(w.key, "GET", "/v1/sandboxes/"+uid+"/ports/8080/index.html", ""); a.status != 200 || string(a.body) != "hello\n" {
+			return fmt.Errorf("%d %s", a.status, a.body)
+		}
+		return nil
+	})
 }
