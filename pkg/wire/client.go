@@ -30,7 +30,7 @@ func DialOptions() []grpc.DialOption {
 		grpc.WithChainUnaryInterceptor(UnaryClient),
 		grpc.WithChainStreamInterceptor(StreamClient),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec)),
-		grpc.WithReadBufferSize(connBuffer), grpc.WithWriteBufferSize(connBuffer), grpc.WithSharedWriteBuffer(true),
+		grpc.WithReadBufferSize(connBuffer), grpc.WithWriteBufferSize(connBuffer),
 		grpc.WithStaticStreamWindowSize(streamWindow), grpc.WithStaticConnWindowSize(connWindow),
 	}
 }

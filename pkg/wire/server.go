@@ -65,7 +65,7 @@ func (s *Server) Options() []grpc.ServerOption {
 		grpc.ChainUnaryInterceptor(s.Unary()),
 		grpc.ChainStreamInterceptor(s.Stream()),
 		grpc.ForceServerCodecV2(codec),
-		grpc.ReadBufferSize(connBuffer), grpc.WriteBufferSize(connBuffer), grpc.SharedWriteBuffer(true),
+		grpc.ReadBufferSize(connBuffer), grpc.WriteBufferSize(connBuffer),
 		grpc.StaticStreamWindowSize(streamWindow), grpc.StaticConnWindowSize(connWindow),
 		grpc.UnknownServiceHandler(func(any, grpc.ServerStream) error {
 			return errs.New(errs.NotSupported, "this server has no such method; its version may be older than the client's").With("feature", "method")
