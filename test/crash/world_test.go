@@ -131,7 +131,7 @@ func (w *world) newImage() string {
 func (w *world) talk(s *client.Sandbox) (me string, asked int) {
 	w.Helper()
 	w.await("sandbox "+s.UID+" answers", func() error {
-		ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+		ctx, cancel := context.WithTimeout(w.ctx, 30*time.Second)
 		defer cancel()
 		out, err := cluster.Exec(ctx, s, "sh", "-c", ask)
 		if err != nil {
@@ -170,7 +170,7 @@ func (w *world) settled() {
 }
 
 func (w *world) holds(keep map[string]int) error {
-	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, 30*time.Second)
 	defer cancel()
 	over, err := w.Overview(ctx, 1)
 	if err != nil {

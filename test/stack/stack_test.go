@@ -135,7 +135,7 @@ func redisKeeps(t *testing.T, s *stack.Stack) {
 
 func redisPauses(t *testing.T, s *stack.Stack) {
 	client := redis.NewClient(&redis.Options{
-		Network: "unix", Addr: s.RedisSocket(), MaxRetries: -1, ContextTimeoutEnabled: true,
+		Network: "unix", Addr: s.RedisSocket(), MaxRetries: -1, ContextTimeoutEnabled: true, ReadTimeout: time.Minute,
 	})
 	defer client.Close()
 	if err := s.PauseRedis(); err != nil {

@@ -18,7 +18,7 @@ import (
 func TestLeaseOfASetBackClock(t *testing.T) {
 	server := redistest.Start(t)
 	s := open(t, redis.Options{Address: server.Socket, Catalog: "back"})
-	raw := goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket})
+	raw := goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket, ReadTimeout: time.Minute})
 	t.Cleanup(func() { _ = raw.Close() })
 	const ttl = 300 * time.Millisecond
 	mine, won, err := s.Lead(t.Context(), catalog.Claim{Holder: "dead", TTL: ttl})

@@ -19,7 +19,7 @@ import (
 // raw is a client of the test's own, to look behind the store's back.
 func raw(t testing.TB, server *redistest.Server) *goredis.Client {
 	t.Helper()
-	c := goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket, MaxRetries: -1})
+	c := goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket, MaxRetries: -1, ReadTimeout: time.Minute})
 	t.Cleanup(func() { c.Close() })
 	return c
 }
