@@ -17,6 +17,8 @@
 //     is the duty of who makes them.
 //   - Epochs (coordinator, node session) only grow. A commit whose owner is not the one in force
 //     changes nothing.
+//   - Each commit's digest covers its predecessor's, so that a store which came back older, and
+//     even grew past its old sequence since, cannot show a point that it once gave out (History, Compare).
 //   - A commit with an ID leaves its receipt in the same atomic step. Refused commits leave none.
 //
 // # Crash points
@@ -110,6 +112,8 @@ type Record struct {
 type Put struct {
 	Record         Record
 	ExpectRevision uint64
+	// Revision, in a repair only, is the revision that the record gets, above ExpectRevision: the one that it had.
+	Revision uint64
 }
 
 // Delete removes the record that has ExpectRevision (at least 1).
@@ -143,6 +147,8 @@ type Commit struct {
 	Transient bool
 	// Attempt names this sending of the commit, for Settle. The commit queue sets it.
 	Attempt string
+	// Repair commits are the only ones that a suspended catalog takes, and it alone takes them.
+	Repair bool
 
 	Owner   fence.Owner
 	Checks  []Check
@@ -167,6 +173,7 @@ type Result struct {
 	//	NAME_TAKEN               details: name, uid
 	//	ALREADY_ATTACHED         details: target, holder
 	//	STILL_REFERENCED         details: references (bounded), count
+	//	CATALOG_REWOUND          the catalog is suspended: it lost what it had acknowledged
 	//	WRONG_PHASE              a phase check failed, or the target of a new reference is sealed
 	//	INVALID_FIELD, LIMIT_EXCEEDED  the commit is malformed
 	Err *errs.Error
@@ -279,6 +286,8 @@ type Status struct {
 	Epoch       fence.Epoch
 	Durability  string
 	Tombstones  int
+	// Suspended is nil in service.
+	Suspended *Suspension
 }
 
 // Reader reads. Reads see every commit that was applied before they began.
@@ -341,6 +350,24 @@ type Store interface {
 	OpenSession(ctx context.Context, coordinator fence.Epoch, node string, above fence.Epoch) (fence.Epoch, error)
 	// SessionEpoch is the session in force, 0 when the node never had one.
 	SessionEpoch(ctx context.Context, node string) (fence.Epoch, error)
+
+	// Generation counts the server processes that this store has met, from 1; the channel is closed when
+	// another is met. What was concluded from reads of an earlier generation needs a proof to hold still.
+	Generation() (uint64, <-chan struct{})
+	// Seen is the newest point that this store was given by the server. No commit of this store is applied
+	// by a server that does not have it (CATALOG_REWOUND).
+	Seen() Point
+	// History gives what to keep as a witness of what this store has acknowledged.
+	History(ctx context.Context) (History, error)
+	// Compare tells what a point that was once this catalog's is to the history that it has now.
+	Compare(ctx context.Context, p Point) (Relation, error)
+	// Suspend stops all commits but those of a repair, for everybody, until Resume, and takes the sequence
+	// above the witness, so that none is given out twice. Under the coordinator's epoch (else FENCED).
+	// Suspended already, it keeps the highest witness.
+	Suspend(ctx context.Context, coordinator fence.Epoch, s Suspension) error
+	// Resume ends a suspension, under the coordinator's epoch (else FENCED): the catalog goes on as a new
+	// incarnation, of which all that was known to be lost counts as a part. Not suspended, it does nothing.
+	Resume(ctx context.Context, coordinator fence.Epoch) error
 
 	Status(ctx context.Context) (Status, error)
 	// Close ends the store's connections. Calls after it fail with SHUTTING_DOWN.

@@ -184,6 +184,9 @@ func (c *Commit) validateWrites() error {
 		if p.ExpectRevision > MaxCounter {
 			return errs.New(errs.InvalidField, "a revision is above %d", uint64(MaxCounter)).With("field", "expect_revision")
 		}
+		if p.Revision != 0 && (!c.Repair || p.Revision <= p.ExpectRevision || p.Revision > MaxCounter) {
+			return errs.New(errs.InvalidField, "only a repair gives a revision, above the one expected and up to %d", uint64(MaxCounter)).With("field", "revision")
+		}
 		if err := p.Record.validate(deleted); err != nil {
 			return err
 		}

@@ -43,6 +43,8 @@ func refusalText(reason errs.Reason, d map[string]string) string {
 			return fmt.Sprintf("session %s of node %s is not the one in force (%s); the node must open a new session", d["epoch"], d["node"], d["current_epoch"])
 		}
 		return fmt.Sprintf("coordinator epoch %s is not the one in force (%s); ask the current leader", d["epoch"], d["current_epoch"])
+	case errs.CatalogRewound:
+		return "the catalog's server came back without something that it had acknowledged; nothing is written until it is repaired (dormouse admin catalog status)"
 	case errs.OperationBodyMismatch:
 		return "this operation id was used with another request; use a new operation id"
 	case errs.OperationExpired:

@@ -82,6 +82,7 @@ const (
 	Fenced              Reason = "FENCED"    // an epoch lower than the one in force; details: epoch, current_epoch
 	StoreUnavailable    Reason = "STORE_UNAVAILABLE"
 	StoreNotDurable     Reason = "STORE_NOT_DURABLE"
+	CatalogRewound      Reason = "CATALOG_REWOUND"      // the store lost what it had acknowledged; no writes until it is repaired
 	RegistryUnreachable Reason = "REGISTRY_UNREACHABLE" // details: registry
 	RegistryUntrusted   Reason = "REGISTRY_UNTRUSTED"   // TLS did not verify; details: registry
 	ContainerdAway      Reason = "CONTAINERD_AWAY"      // the node's containerd does not answer
@@ -151,7 +152,7 @@ var table = map[Reason]row{
 	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted,
 
 	NoLeader: unavailable, NodeAway: unavailable, Fenced: unavailable, StoreUnavailable: unavailable,
-	StoreNotDurable: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,
+	StoreNotDurable: unavailable, CatalogRewound: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,
 	ContainerdAway: unavailable, SaveFailed: unavailable, ShuttingDown: unavailable, GuestSilent: unavailable,
 
 	DeadlineExpired: {DeadlineExceeded, SameOperation, Unknown},

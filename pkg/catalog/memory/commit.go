@@ -53,6 +53,9 @@ func (s *Store) apply(c *catalog.Commit) catalog.Result {
 	if c.ID != "" && !c.Minted.IsZero() && s.clock().Sub(c.Minted) > s.retention.Receipts {
 		return refuse(catalog.Refusal(errs.OperationExpired))
 	}
+	if e := s.history.admits(c.Repair); e != nil {
+		return refuse(e)
+	}
 	if e := s.firstRefusal(c); e != nil {
 		return refuse(e)
 	}
@@ -245,6 +248,9 @@ func (s *Store) write(c *catalog.Commit) catalog.Result {
 		r := clone(c.Puts[i].Record)
 		old, existed := s.records[r.Key]
 		r.Revision, r.Seq, r.Created, r.Updated = old.Revision+1, s.seq, now, now
+		if forced := c.Puts[i].Revision; forced != 0 {
+			r.Revision = forced
+		}
 		if existed {
 			r.Created = old.Created
 		}
@@ -277,6 +283,7 @@ func (s *Store) write(c *catalog.Commit) catalog.Result {
 			Tenant: c.Tenant, ID: c.ID, Digest: c.Digest, Seq: s.seq, Revisions: maps.Clone(revisions), Result: slices.Clone(c.Result), At: now,
 		}}
 	}
+	s.history.grow(c.Attempt, now, &change)
 	s.log = append(s.log, change)
 	if extra := len(s.log) - int(s.retention.Changes); extra > 0 {
 		s.log = slices.Delete(s.log, 0, extra)

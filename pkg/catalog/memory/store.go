@@ -52,6 +52,7 @@ type Store struct {
 	tombs    map[catalog.Key]catalog.Tombstone
 	log      []catalog.Change
 	seq      uint64
+	history  history
 	leader   catalog.Lease
 	leaseEnd time.Time
 	sessions map[string]fence.Epoch
@@ -70,7 +71,7 @@ func New(o Options) *Store {
 		records: make(map[catalog.Key]catalog.Record), names: make(map[scope]map[string]string),
 		holders:  make(map[catalog.Key]map[catalog.Key]catalog.RefMode),
 		receipts: make(map[receiptKey]heldReceipt), voids: make(map[string]time.Time),
-		tombs: make(map[catalog.Key]catalog.Tombstone), sessions: make(map[string]fence.Epoch),
+		tombs: make(map[catalog.Key]catalog.Tombstone), sessions: make(map[string]fence.Epoch), history: newHistory(),
 		grown: make(chan struct{}),
 	}
 }
@@ -314,7 +315,7 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 	defer s.mu.Unlock()
 	return catalog.Status{
 		Server: "memory", Incarnation: s.incarnation, RunID: s.incarnation, Seq: s.seq, Epoch: s.leader.Epoch,
-		Durability: "none", Tombstones: len(s.tombs),
+		Durability: "none", Tombstones: len(s.tombs), Suspended: s.history.suspension(),
 	}, nil
 }
 

@@ -34,11 +34,17 @@ func (s *Store) Commit(ctx context.Context, batch []catalog.Commit) ([]catalog.R
 	if !ok || len(rows) != len(sent) {
 		return nil, lostReply(fmt.Errorf("%d results for %d commits", len(rows), len(sent)))
 	}
+	var last catalog.Point
 	for n, i := range sent {
-		if results[i], err = decodeResult(&batch[i], rows[n]); err != nil {
+		var digest string
+		if results[i], digest, err = decodeResult(&batch[i], rows[n]); err != nil {
 			return nil, lostReply(err)
 		}
+		if digest != "" {
+			last.Seq, last.Digest = results[i].Seq, digest
+		}
 	}
+	s.saw(last)
 	return results, nil
 }
 
@@ -48,8 +54,10 @@ func lostReply(cause error) error {
 
 // encodeBatch makes the arguments of commit.lua: a flat list of strings, each list in it after its length.
 func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
-	args := make([]any, 0, 5+32*len(sent))
-	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, catalog.MaxAhead.Milliseconds(), len(sent))
+	seen := s.Seen()
+	args := make([]any, 0, 8+32*len(sent))
+	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, catalog.MaxAhead.Milliseconds(), catalog.MarkEvery,
+		dec(seen.Seq), seen.Digest, len(sent))
 	for _, i := range sent {
 		c := &batch[i]
 		var minted int64
@@ -60,7 +68,7 @@ func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
 		if c.Transient {
 			life = min(life, catalog.TransientLife)
 		}
-		args = append(args, c.ID, c.Tenant, c.Digest, minted, life.Milliseconds(), c.Attempt,
+		args = append(args, c.ID, c.Tenant, c.Digest, minted, life.Milliseconds(), c.Attempt, flag(c.Repair),
 			dec(uint64(c.Owner.Coordinator)), c.Owner.Node, dec(uint64(c.Owner.Session)), c.Result, dec(uint64(len(c.Checks))))
 		for j := range c.Checks {
 			k := &c.Checks[j]
@@ -70,7 +78,7 @@ func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
 		for j := range c.Puts {
 			r := &c.Puts[j].Record
 			args = append(args, r.String(), dec(c.Puts[j].ExpectRevision), r.Name, r.Phase, r.Node, r.Identity,
-				flag(r.Sealed), encodeRefs(r.Refs), r.Body)
+				flag(r.Sealed), encodeRefs(r.Refs), r.Body, revision(c.Puts[j].Revision))
 		}
 		args = append(args, dec(uint64(len(c.Deletes))))
 		for j := range c.Deletes {
@@ -95,29 +103,37 @@ func checkArg(k *catalog.Check) string {
 	return ""
 }
 
-// decodeResult reads one row: "" sequence revisions; "=" receipt; or a reason and its details.
-func decodeResult(c *catalog.Commit, row any) (catalog.Result, error) {
+// decodeResult reads one row: "" sequence revisions digest; "=" receipt; or a reason and its details.
+func decodeResult(c *catalog.Commit, row any) (catalog.Result, string, error) {
 	raw, _ := row.([]any)
 	fields := make([]string, len(raw))
 	for i, f := range raw {
 		s, ok := f.(string)
 		if !ok {
-			return catalog.Result{}, fmt.Errorf("a result holds a %T", f)
+			return catalog.Result{}, "", fmt.Errorf("a result holds a %T", f)
 		}
 		fields[i] = s
 	}
 	switch {
-	case len(fields) == 3 && fields[0] == "":
+	case len(fields) == 4 && fields[0] == "":
 		var d decoder
 		r := catalog.Result{Seq: d.count(fields[1]), Revisions: d.revisions(fields[2]), Result: c.Result}
-		return r, d.err
+		return r, fields[3], d.err
 	case len(fields) == 2 && fields[0] == "=":
 		receipt, err := decodeReceipt(c.Tenant, c.ID, fields[1])
-		return catalog.Result{Seq: receipt.Seq, Revisions: receipt.Revisions, Result: receipt.Result, Replayed: true}, err
+		return catalog.Result{Seq: receipt.Seq, Revisions: receipt.Revisions, Result: receipt.Result, Replayed: true}, "", err
 	case len(fields) > 0 && errs.Known(errs.Reason(fields[0])):
-		return catalog.Result{Err: catalog.Refusal(errs.Reason(fields[0]), fields[1:]...)}, nil
+		return catalog.Result{Err: catalog.Refusal(errs.Reason(fields[0]), fields[1:]...)}, "", nil
 	}
-	return catalog.Result{}, fmt.Errorf("a result of %d fields", len(fields))
+	return catalog.Result{}, "", fmt.Errorf("a result of %d fields", len(fields))
+}
+
+// revision is empty for one that the store gives.
+func revision(n uint64) string {
+	if n == 0 {
+		return ""
+	}
+	return dec(n)
 }
 
 // Settle implements catalog.Store.

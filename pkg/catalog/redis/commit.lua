@@ -5,7 +5,9 @@
 -- The format of ARGV is that of encodeBatch; the layout of the keys is in keys.go.
 local call, fmt = redis.call, string.format
 local P, tomb_ms, maxlen = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local ahead_ms, count, pos = tonumber(ARGV[4]), tonumber(ARGV[5]), 5
+local ahead_ms, MARK = tonumber(ARGV[4]), tonumber(ARGV[5])
+local seen_seq, seen_digest = tonumber(ARGV[6]), ARGV[7]
+local count, pos = tonumber(ARGV[8]), 8
 
 local function take()
   pos = pos + 1
@@ -18,6 +20,12 @@ local clock = call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 local now_s = whole(now)
 local leader = call('HGET', P .. 'leader', 'e') or '0'
+local suspended = call('EXISTS', P .. 'suspended') == 1
+local chain = call('GET', P .. 'digest') or ''
+
+-- Who has seen more than is here is talking to a server that came back older.
+local here = tonumber(call('GET', P .. 'seq') or '0')
+local rewound = here < seen_seq or (here == seen_seq and chain ~= seen_digest and seen_digest ~= '')
 
 local function split(key) return string.match(key, '^([^/]+)/([^/]+)/(.+)$') end
 
@@ -35,7 +43,7 @@ end
 local function parse()
   local c = {
     id = take(), tenant = take(), digest = take(), minted = tonumber(take()), life = take(),
-    attempt = take(),
+    attempt = take(), repair = take(),
     epoch = take(), node = take(), session = take(), result = take(),
     checks = {}, puts = {}, deletes = {}, by_key = {}, names = {}, claims = {},
   }
@@ -45,7 +53,7 @@ local function parse()
   for i = 1, tonumber(take()) do
     local p = {
       key = take(), expect = take(), name = take(), phase = take(), node = take(),
-      identity = take(), sealed = take(), refs = take(), body = take(),
+      identity = take(), sealed = take(), refs = take(), body = take(), force = take(),
     }
     c.puts[i] = p
     c.by_key[p.key] = p
@@ -142,7 +150,7 @@ local function check_put(c, p)
   if revision ~= p.expect then return stale(p.key, p.expect, revision) end
   p.tenant, p.kind, p.uid = split(p.key)
   p.old_name, p.old_node, p.created = has[2] or '', has[3] or '', has[6] or now_s
-  p.revision = whole(tonumber(revision) + 1)
+  p.revision = p.force ~= '' and p.force or whole(tonumber(revision) + 1)
   if has[4] and has[4] ~= '' and has[4] ~= p.identity then
     return { 'IDENTITY_MISMATCH', 'uid', p.uid, 'want', p.identity, 'has', has[4] }
   end
@@ -258,6 +266,11 @@ local function apply(c)
   end
   if c.attempt ~= '' and call('EXISTS', P .. 'd:' .. c.attempt) == 1 then return { 'ATTEMPT_VOID' } end
   if c.id ~= '' and c.minted > 0 and now - c.minted > tonumber(c.life) then return { 'OPERATION_EXPIRED' } end
+  if rewound and c.repair ~= '1' then return { 'CATALOG_REWOUND' } end
+  if suspended ~= (c.repair == '1') then
+    if suspended then return { 'CATALOG_REWOUND' } end
+    return { 'WRONG_PHASE', 'uid', 'catalog', 'phase', 'in service' }
+  end
   refused = first_refusal(c)
   if refused then return refused end
 
@@ -273,14 +286,19 @@ local function apply(c)
     write_delete(d, seq)
     items[#items + 1] = 'd ' .. d.key .. ' ' .. d.expect .. '  ' .. d.node .. '\n'
   end
-  call('XADD', P .. 'log', 'MAXLEN', '~', maxlen, seq .. '-0', 'e', c.epoch, 'i', table.concat(items))
+  local changes = table.concat(items)
+  -- The attempt is of this sending alone, so that what is done again elsewhere in the same words is another history.
+  chain = redis.sha1hex(chain .. '\n' .. seq .. '\n' .. now_s .. '\n' .. c.attempt .. '\n' .. changes)
+  call('SET', P .. 'digest', chain)
+  call('XADD', P .. 'log', 'MAXLEN', '~', maxlen, seq .. '-0', 'e', c.epoch, 'i', changes, 'h', chain)
+  if tonumber(seq) % MARK == 0 then call('XADD', P .. 'marks', 'MAXLEN', '~', 65536, seq .. '-0', 'h', chain) end
   local all = table.concat(revisions, ';')
   if c.id ~= '' then
     -- An id of the future, by whose clock ever, is too old that much later.
     local ahead = math.min(math.max(c.minted - now, 0), ahead_ms)
     call('SET', receipt, c.digest .. '\n' .. seq .. '\n' .. now_s .. '\n' .. all .. '\n' .. c.result, 'PX', whole(tonumber(c.life) + ahead))
   end
-  return { '', seq, all }
+  return { '', seq, all, chain }
 end
 
 local replies = {}

@@ -28,11 +28,16 @@ import (
 //	ti:TENANT/KIND   zset    uids with a tombstone
 //	tx               zset    KEYs with a tombstone by the time they expire
 //	seq              string  the global sequence
-//	log              stream  the change log; ids are SEQ-0; e epoch, i items: lines "p KEY revision phase node" (d: deleted)
+//	digest           string  the digest that is chained over all commits
+//	log              stream  the change log; ids are SEQ-0; e epoch, i items: lines "p KEY revision phase node" (d: deleted), h digest
+//	marks            stream  each catalog.MarkEvery-th commit, kept longer; ids are SEQ-0; h digest
+//	suspended        hash    why there are no commits now: t since (ms), b who found it, i s d the witness, r the sequence then; absent in service
+//	lost             hash    incarnation -> the highest sequence that was found missing, while suspended
+//	ancestors        hash    earlier incarnation -> the sequence up to which its history is part of this one
 //	leader           hash    e the epoch in force, h its holder, t the life of its lease in ms
 //	lease            string  its holder, while the lease lives
 //	sessions         hash    node -> session epoch
-//	incarnation      string  made once
+//	incarnation      string  made once, and anew by each repair
 type layout string
 
 func (l layout) key(class, name string) string { return string(l) + class + ":" + name }

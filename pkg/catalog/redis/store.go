@@ -27,6 +27,8 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -50,6 +52,12 @@ var (
 	sessionSource string
 	//go:embed compact.lua
 	compactSource string
+	//go:embed compare.lua
+	compareSource string
+	//go:embed suspend.lua
+	suspendSource string
+	//go:embed resume.lua
+	resumeSource string
 
 	commitScript  = goredis.NewScript(commitSource)
 	settleScript  = goredis.NewScript(settleSource)
@@ -57,6 +65,9 @@ var (
 	releaseScript = goredis.NewScript(releaseSource)
 	sessionScript = goredis.NewScript(sessionSource)
 	compactScript = goredis.NewScript(compactSource)
+	compareScript = goredis.NewScript(compareSource)
+	suspendScript = goredis.NewScript(suspendSource)
+	resumeScript  = goredis.NewScript(resumeSource)
 )
 
 // Options say where the catalog is. Only Address is required.
@@ -82,8 +93,11 @@ type Store struct {
 	keys        layout
 	retention   catalog.Retention
 	server      string
-	runID       string
-	incarnation string
+	incarnation atomic.Pointer[string]
+	seen        atomic.Pointer[catalog.Point] // nil: nothing
+
+	mu         sync.Mutex
+	generation generation
 }
 
 var _ catalog.Store = (*Store)(nil)
@@ -105,7 +119,10 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 	if !catalogName.MatchString(o.Catalog) {
 		return nil, errs.New(errs.InvalidField, "a catalog's name is 1 to 64 letters, digits and \"._-\"").With("field", "catalog")
 	}
-	s := &Store{keys: layout("{" + o.Catalog + "}:"), retention: o.Retention.WithDefaults(), client: goredis.NewClient(clientOptions(o))}
+	s := &Store{keys: layout("{" + o.Catalog + "}:"), retention: o.Retention.WithDefaults()}
+	client := clientOptions(o)
+	client.OnConnect = s.connected
+	s.client = goredis.NewClient(client)
 	if err := s.identify(ctx); err != nil {
 		s.client.Close()
 		return nil, err
@@ -137,7 +154,7 @@ func clientOptions(o Options) *goredis.Options {
 		DialTimeout: dial, ReadTimeout: reply, WriteTimeout: reply, PoolTimeout: reply,
 		// A record is a few KiB; the library's 64 KiB for each connection would be most of a coordinator's memory.
 		ReadBufferSize: 8 << 10, WriteBufferSize: 8 << 10,
-		PoolSize: pool, OnConnect: func(ctx context.Context, cn *goredis.Conn) error { return requireDurable(ctx, cn) },
+		PoolSize:                 pool,
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
 		Dialer: func(ctx context.Context, network, addr string) (net.Conn, error) {
 			return dialServer(ctx, network, addr, dial, o.TLS)
@@ -158,7 +175,7 @@ func dialServer(ctx context.Context, network, addr string, timeout time.Duration
 	return conn, nil
 }
 
-// requireDurable runs on every new connection, since a server may come back with other settings.
+// requireDurable refuses a server that may forget what it acknowledged.
 func requireDurable(ctx context.Context, cn *goredis.Conn) error {
 	for _, want := range []struct{ name, value, advice string }{
 		{"appendonly", "yes", "set \"appendonly yes\""},
@@ -180,11 +197,16 @@ func requireDurable(ctx context.Context, cn *goredis.Conn) error {
 	return nil
 }
 
-// identify learns who the server is, refuses one that is too old, and marks a new catalog.
-func (s *Store) identify(ctx context.Context) error {
-	info, err := s.client.Info(ctx, "server").Result()
+// informer is a connection, or a pool of them.
+type informer interface {
+	Info(ctx context.Context, section ...string) *goredis.StringCmd
+}
+
+// serverFields reads what the server says that it is.
+func serverFields(ctx context.Context, c informer) (map[string]string, error) {
+	info, err := c.Info(ctx, "server").Result()
 	if err != nil {
-		return readError(err)
+		return nil, readError(err)
 	}
 	fields := make(map[string]string)
 	for line := range strings.Lines(info) {
@@ -192,12 +214,21 @@ func (s *Store) identify(ctx context.Context) error {
 			fields[name] = value
 		}
 	}
+	return fields, nil
+}
+
+// identify learns who the server is, refuses one that is too old, and marks a new catalog.
+func (s *Store) identify(ctx context.Context) error {
+	fields, err := serverFields(ctx, s.client)
+	if err != nil {
+		return err
+	}
 	version := fields["redis_version"] // Valkey gives the Redis version that it is compatible with
 	major, _, _ := strings.Cut(version, ".")
 	if n, err := strconv.Atoi(major); err != nil || n < 7 {
 		return errs.New(errs.NotSupported, "the store is version %q; Redis 7.0 or Valkey 7.2 is the oldest that works", version).With("feature", "store version")
 	}
-	s.server, s.runID = "redis "+version, fields["run_id"]
+	s.server = "redis " + version
 	if v := fields["valkey_version"]; v != "" {
 		s.server = "valkey " + v
 	}
@@ -205,9 +236,11 @@ func (s *Store) identify(ctx context.Context) error {
 	if err := s.client.SetNX(ctx, key, uuid.NewString(), 0).Err(); err != nil {
 		return writeError(err)
 	}
-	if s.incarnation, err = s.client.Get(ctx, key).Result(); err != nil {
-		return readError(err)
+	h, err := s.History(ctx)
+	if err != nil {
+		return err
 	}
+	s.incarnation.Store(&h.Head.Incarnation)
 	return nil
 }
 
@@ -237,12 +270,20 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 	seq := p.Get(ctx, s.keys.one("seq"))
 	epoch := p.HGet(ctx, s.keys.one("leader"), "e")
 	tombs := p.ZCard(ctx, s.keys.one("tx"))
+	inc := p.Get(ctx, s.keys.one("incarnation"))
+	suspended := p.HGetAll(ctx, s.keys.one("suspended"))
 	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
 		return catalog.Status{}, readError(err)
 	}
-	st := catalog.Status{Server: s.server, RunID: s.runID, Incarnation: s.incarnation, Durability: "appendfsync always", Tombstones: int(tombs.Val())}
+	s.mu.Lock()
+	runID := s.generation.runID
+	s.mu.Unlock()
+	st := catalog.Status{Server: s.server, RunID: runID, Incarnation: inc.Val(), Durability: "appendfsync always", Tombstones: int(tombs.Val())}
 	var err error
 	if st.Seq, err = number(seq); err != nil {
+		return catalog.Status{}, err
+	}
+	if st.Suspended, err = decodeSuspension(suspended.Val()); err != nil {
 		return catalog.Status{}, err
 	}
 	st.Epoch, err = epochOf(epoch)

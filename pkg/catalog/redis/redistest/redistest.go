@@ -125,3 +125,26 @@ func (s *Server) signal(t testing.TB, sig syscall.Signal) {
 		t.Fatalf("signal redis-server: %v", err)
 	}
 }
+
+// Copy keeps a copy of what a killed server has on its disk, and returns its folder.
+func (s *Server) Copy(t testing.TB) string {
+	t.Helper()
+	kept := t.TempDir()
+	if err := os.CopyFS(kept, os.DirFS(s.appendDir())); err != nil {
+		t.Fatal(err)
+	}
+	return kept
+}
+
+// Rewind gives a killed server the data of an earlier Copy: what it acknowledged since is lost.
+func (s *Server) Rewind(t testing.TB, kept string) {
+	t.Helper()
+	if err := os.RemoveAll(s.appendDir()); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.CopyFS(s.appendDir(), os.DirFS(kept)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (s *Server) appendDir() string { return filepath.Join(s.dir, "appendonlydir") }

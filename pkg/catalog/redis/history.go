@@ -1,0 +1,162 @@
+package redis
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/google/uuid"
+	goredis "github.com/redis/go-redis/v9"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+)
+
+// Seen implements catalog.Store.
+func (s *Store) Seen() catalog.Point {
+	if p := s.seen.Load(); p != nil {
+		return *p
+	}
+	return catalog.Point{}
+}
+
+// saw takes a point that the server gave out. One without an incarnation is of the one known.
+func (s *Store) saw(p catalog.Point) {
+	for p.Seq > 0 {
+		old := s.seen.Load()
+		if p.Incarnation == "" {
+			p.Incarnation = *s.incarnation.Load()
+		}
+		if old != nil && old.Seq >= p.Seq && old.Incarnation == p.Incarnation {
+			return
+		}
+		if s.seen.CompareAndSwap(old, &p) {
+			return
+		}
+	}
+}
+
+// History implements catalog.Store.
+func (s *Store) History(ctx context.Context) (catalog.History, error) {
+	p := s.client.TxPipeline()
+	inc := p.Get(ctx, s.keys.one("incarnation"))
+	seq := p.Get(ctx, s.keys.one("seq"))
+	digest := p.Get(ctx, s.keys.one("digest"))
+	mark := p.XRevRangeN(ctx, s.keys.one("marks"), "+", "-", 1)
+	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
+		return catalog.History{}, readError(err)
+	}
+	n, err := number(seq)
+	if err != nil {
+		return catalog.History{}, err
+	}
+	h := catalog.History{Head: catalog.Point{Incarnation: inc.Val(), Seq: n, Digest: digest.Val()}}
+	if len(mark.Val()) > 0 {
+		m := mark.Val()[0]
+		h.Mark.Incarnation = inc.Val()
+		if _, err := fmt.Sscanf(m.ID, "%d-0", &h.Mark.Seq); err != nil {
+			return catalog.History{}, damaged(err, "marks")
+		}
+		h.Mark.Digest, _ = m.Values["h"].(string)
+	}
+	return h, nil
+}
+
+// Compare implements catalog.Store.
+func (s *Store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation, error) {
+	reply, err := s.eval(ctx, compareScript, []any{string(s.keys), p.Incarnation, dec(p.Seq), p.Digest})
+	if err != nil {
+		return "", readError(err)
+	}
+	r, _ := reply.(string)
+	switch rel := catalog.Relation(r); rel {
+	case catalog.Part, catalog.Lost, catalog.Forgotten:
+		return rel, nil
+	}
+	return "", damaged(fmt.Errorf("a comparison gave %v", reply), "history")
+}
+
+// Suspend implements catalog.Store.
+func (s *Store) Suspend(ctx context.Context, coordinator fence.Epoch, why catalog.Suspension) error {
+	if err := why.Validate(); err != nil {
+		return err
+	}
+	w := why.Witness
+	reply, err := s.eval(ctx, suspendScript, []any{string(s.keys), dec(uint64(coordinator)), why.By, w.Incarnation, dec(w.Seq), w.Digest})
+	if err != nil {
+		return err
+	}
+	_, err = granted(reply, coordinator)
+	return err
+}
+
+// Resume implements catalog.Store.
+func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
+	reply, err := s.eval(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString()})
+	if err != nil {
+		return err
+	}
+	if _, err := granted(reply, coordinator); err != nil {
+		return err
+	}
+	h, err := s.History(ctx)
+	if err != nil {
+		return err
+	}
+	s.incarnation.Store(&h.Head.Incarnation)
+	s.seen.Store(&h.Head) // what was lost is settled
+	return nil
+}
+
+func decodeSuspension(h map[string]string) (*catalog.Suspension, error) {
+	if len(h) == 0 {
+		return nil, nil //nolint:nilnil // in service
+	}
+	var d decoder
+	s := &catalog.Suspension{Since: d.time(h["t"]), By: h["b"], Witness: catalog.Point{Incarnation: h["i"], Seq: d.count(h["s"]), Digest: h["d"]}}
+	if d.err != nil {
+		return nil, damaged(d.err, "suspension")
+	}
+	return s, nil
+}
+
+// generation is one process of the server.
+type generation struct {
+	number uint64
+	runID  string
+	over   chan struct{} // closed when another process was met
+}
+
+// Generation implements catalog.Store.
+func (s *Store) Generation() (uint64, <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.generation.number, s.generation.over
+}
+
+// met notes which process a new connection leads to.
+func (s *Store) met(runID string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.generation.runID == runID {
+		return
+	}
+	old := s.generation
+	s.generation = generation{number: old.number + 1, runID: runID, over: make(chan struct{})}
+	if old.over != nil {
+		close(old.over)
+	}
+}
+
+// connected runs on every new connection, since a server may come back with other settings, or be another.
+func (s *Store) connected(ctx context.Context, cn *goredis.Conn) error {
+	if err := requireDurable(ctx, cn); err != nil {
+		return err
+	}
+	fields, err := serverFields(ctx, cn)
+	if err != nil {
+		return err
+	}
+	s.met(fields["run_id"])
+	return nil
+}
