@@ -42,6 +42,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/cgroup"
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
+	"github.com/dormouse-run/dormouse/agentd/internal/journal"
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
@@ -70,6 +71,7 @@ type App struct {
 	tls     *pki.Source
 
 	state     *nodestate.Store
+	journal   *journal.Journal
 	bundles   *bundles
 	groups    *cgroup.Manager
 	driver    runtime.Driver
@@ -138,6 +140,10 @@ func (a *App) openState(context.Context) error {
 	}
 	a.state = state
 	a.onClose(state.Close)
+	if a.journal, err = journal.Open(a.cfg.StateDir, a.cfg.Node, a.log); err != nil {
+		return errs.Wrap(err, errs.InternalError, "the journal: %v", err)
+	}
+	a.onClose(a.journal.Close)
 	a.tls, err = pki.Open(a.cfg.TLS, func(err error) {
 		if err != nil {
 			a.log.Error("the TLS files changed and do not fit together; the old ones stay in use", "error", err)
@@ -248,7 +254,7 @@ func (a *App) openRunner(context.Context) error {
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
 	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, CPU: a.cpuOf, Log: a.log})
-	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
+	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, journal: a.journal, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
 	return nil
 }
 
@@ -282,7 +288,7 @@ func (a *App) openSession(context.Context) error {
 		a.onClose(conn.Close)
 		conns = append(conns, conn)
 	}
-	a.session = session.New(session.Options{Conns: conns, Store: a.state, Node: a.node, TicketKeys: a.tickets.SetKeys, Log: a.log})
+	a.session = session.New(session.Options{Conns: conns, Store: a.state, Node: a.node, Journal: a.journal, TicketKeys: a.tickets.SetKeys, Log: a.log})
 	a.commands = runner.NewCommands(a.state, a.session.Epoch)
 	a.onClose(quiet(a.commands.Close))
 	return nil

@@ -21,6 +21,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/bulk"
 	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
 	"github.com/dormouse-run/dormouse/agentd/internal/guest"
+	"github.com/dormouse-run/dormouse/agentd/internal/journal"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
@@ -38,6 +39,7 @@ type node struct {
 	cfg      Config
 	run      *runner.Node
 	state    *nodestate.Store
+	journal  *journal.Journal
 	bulk     *bulk.Manager
 	uses     *activity.Tracker
 	images   *layers.Store
@@ -262,6 +264,11 @@ func (n *node) SandboxNetwork(_ context.Context, tenant, uid string) (*dormousev
 
 // The session's view.
 
+// Journal gives a page of what the node keeps of the catalog.
+func (n *node) Journal(after string, limit int) ([]*nodev1.JournalEntry, string, error) {
+	return n.journal.Read(after, limit)
+}
+
 // Hello is everything that the node says of itself.
 func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 	inv, err := n.Inventory(ctx)
@@ -269,6 +276,10 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 		return nil, err
 	}
 	epochs, err := n.state.Epochs()
+	if err != nil {
+		return nil, err
+	}
+	kept, err := n.journal.Points()
 	if err != nil {
 		return nil, err
 	}
@@ -282,6 +293,7 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 		Node: n.cfg.Node, Address: n.cfg.Advertise, Version: version.Get().Version, Labels: n.cfg.Labels, Capacity: capacity, Allocatable: allocatable,
 		RuntimeBundles: digests, CpuFeatures: n.cpu, HighestCoordinatorEpoch: uint64(epochs.Coordinator), Architecture: goruntime.GOARCH,
 		Inventory: inv, BootId: n.bootID, DirectAddress: n.cfg.Direct.Advertise, NetworkModes: n.cfg.Network.modes(), Uses: usesToProto(n.uses.News(true)),
+		HighestSessionEpoch: uint64(epochs.Session), Witness: kept.Witness, WitnessMark: kept.Mark, Journal: kept.Complete,
 	}, nil
 }
 

@@ -61,6 +61,12 @@ type App struct {
 	above   atomic.Uint64 // the highest coordinator epoch that a node has told of
 	endTerm atomic.Pointer[context.CancelCauseFunc]
 
+	inForce   atomic.Pointer[reign]
+	suspended atomic.Pointer[catalog.Suspension] // while this coordinator leads a suspended catalog
+	unproven  atomic.Bool
+	repairing sync.Mutex
+	nodesSeen atomic.Pointer[map[string]struct{}] // the nodes of all terms of this process that served; nil before the first ended
+
 	servers   []*grpc.Server
 	https     []*http.Server
 	addresses map[string][]string
@@ -198,7 +204,7 @@ func (a *App) open(ctx context.Context) error {
 func (a *App) assemble(files *pki.Source) {
 	a.registry = sessions.New(sessions.Config{
 		Store: a.store, Queue: publisher{a.queue}, Log: a.log, Heartbeat: a.cfg.Nodes.Heartbeat, Missed: a.cfg.Nodes.Missed,
-		OnHigherEpoch: a.higherEpoch, PeerNode: peerNode, TicketKeys: a.ticketKeys,
+		OnHigherEpoch: a.higherEpoch, Witness: a.witness, PeerNode: peerNode, TicketKeys: a.ticketKeys,
 		Inventory: func(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
 			return a.pool.Inventory(ctx, node)
 		},
@@ -323,7 +329,7 @@ func (p publisher) Publish(ctx context.Context, build func(context.Context, cata
 
 // services makes the public API.
 func (a *App) services() *api.Server {
-	cfg := api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Leader: a.forward, Log: a.log}
+	cfg := api.Config{Store: a.store, Nodes: a.registry, Agents: a.pool, Streams: a.streams, Engine: a.Engine, Leader: a.forward, Catalog: keeper{a}, Log: a.log}
 	if a.tickets != nil {
 		cfg.Tickets = &api.Tickets{Issuer: a.tickets, Life: a.cfg.Tickets.Life, CA: func() ([]byte, error) { return os.ReadFile(a.cfg.TLS.CA) }}
 	}

@@ -3,9 +3,13 @@ package app
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"maps"
 	"math/rand/v2"
+	"sync"
 	"time"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -15,7 +19,13 @@ import (
 
 // Engine gives the engine of the term in force.
 func (a *App) Engine() (*operations.Engine, error) {
+	if a.suspended.Load() != nil {
+		return nil, catalog.Refusal(errs.CatalogRewound)
+	}
 	if e := a.engine.Load(); e != nil {
+		if a.unproven.Load() {
+			return nil, errs.New(errs.StoreUnavailable, "the catalog's server was replaced; what is known of it is being proven: ask again")
+		}
 		return e, nil
 	}
 	return nil, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
@@ -75,8 +85,23 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 		cancel(a.renew(ctx, epoch, asked))
 	}()
 	defer func() { <-renewed }()
+	generation, replaced := a.store.Generation()
+	why, err := a.sound(ctx, epoch)
+	if err != nil {
+		return a.resign(cancel, epoch, fmt.Errorf("compare the catalog with what was seen of it: %w", err))
+	}
+	a.inForce.Store(&reign{epoch: epoch, suspended: why != nil, end: cancel})
+	defer a.inForce.Store(nil)
+	if why != nil {
+		return a.resign(cancel, epoch, a.heal(ctx, epoch, *why))
+	}
+	return a.resign(cancel, epoch, a.serveTerm(ctx, epoch, generation, replaced, cancel, log))
+}
+
+// serveTerm reads the catalog and drives its operations until the term ends, and gives the reason.
+func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint64, replaced <-chan struct{}, end context.CancelCauseFunc, log *slog.Logger) error {
 	if err := a.registry.Lead(ctx); err != nil {
-		return a.resign(cancel, epoch, fmt.Errorf("read the nodes: %w", err))
+		return fmt.Errorf("read the nodes: %w", err)
 	}
 	engine, err := operations.Start(ctx, operations.Config{
 		Catalog: a.store, Queue: publisher{a.queue}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
@@ -84,10 +109,22 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 		OperationLife: a.cfg.Operations.Life + a.cfg.Operations.Life/12, EventLife: a.cfg.Operations.EventLife, OnDone: a.metrics.operation,
 	})
 	if err != nil {
-		return a.resign(cancel, epoch, fmt.Errorf("load the operations: %w", err))
+		return fmt.Errorf("load the operations: %w", err)
 	}
 	fault.At("term.load.after")
-	a.registry.Accept(ctx, epoch, engine)
+	if now, _ := a.store.Generation(); now != generation {
+		// What was read is of two servers: it is read again.
+		reason := errs.New(errs.StoreUnavailable, "the catalog's server was replaced while the catalog was read; it is read again")
+		engine.Stop(reason)
+		return reason
+	}
+	mirror := journal.New(journal.Options{Catalog: a.store, Log: log, OnLost: func(p catalog.Point) {
+		end(errs.New(errs.CatalogRewound, "the change log was followed to commit %d, which the catalog does not have any more", p.Seq))
+	}})
+	a.registry.Accept(ctx, epoch, engine, mirror)
+	var beside sync.WaitGroup
+	beside.Go(func() { mirror.Run(ctx) })
+	beside.Go(func() { a.prove(ctx, epoch, replaced, end) })
 	a.engine.Store(engine)
 	a.metrics.leading.Set(1)
 	log.Info("leading")
@@ -97,12 +134,27 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 	a.metrics.leading.Set(0)
 	a.registry.Resign(reason)
 	engine.Stop(reason)
-	return a.resign(cancel, epoch, reason)
+	beside.Wait()
+	a.remember()
+	return reason
+}
+
+// remember keeps which nodes there were.
+func (a *App) remember() {
+	seen := make(map[string]struct{})
+	if before := a.nodesSeen.Load(); before != nil {
+		maps.Copy(seen, *before)
+	}
+	for _, v := range a.registry.Views() {
+		seen[v.Name] = struct{}{}
+	}
+	a.nodesSeen.Store(&seen)
 }
 
 // resign releases the lease, so that another need not wait for its end.
 func (a *App) resign(cancel context.CancelCauseFunc, epoch fence.Epoch, reason error) error {
 	cancel(reason)
+	a.exceed(epoch) // a store that came back older shall not grant it again
 	ctx, stop := context.WithTimeout(context.Background(), 2*time.Second)
 	defer stop()
 	if err := a.store.Release(ctx, a.holder, epoch); err != nil && !errs.Has(err, errs.Fenced) {
@@ -148,14 +200,19 @@ func (a *App) renew(ctx context.Context, epoch fence.Epoch, asked time.Time) err
 	}
 }
 
-// higherEpoch ends the term, so that the next one has an epoch above what a node has seen.
-func (a *App) higherEpoch(seen fence.Epoch) {
+// exceed makes the next term's epoch higher than the one seen.
+func (a *App) exceed(seen fence.Epoch) {
 	for {
 		old := a.above.Load()
 		if uint64(seen) <= old || a.above.CompareAndSwap(old, uint64(seen)) {
-			break
+			return
 		}
 	}
+}
+
+// higherEpoch ends the term, so that the next one has an epoch above what a node has seen.
+func (a *App) higherEpoch(seen fence.Epoch) {
+	a.exceed(seen)
 	if end := a.endTerm.Load(); end != nil {
 		(*end)(errs.New(errs.NoLeader, "a node has seen the higher coordinator epoch %d; leading again above it", seen))
 	}

@@ -11,7 +11,9 @@ import (
 )
 
 type metrics struct {
-	leading prometheus.Gauge
+	leading, suspended   prometheus.Gauge
+	generations, repairs prometheus.Counter
+
 	ended   *prometheus.CounterVec
 	seconds *prometheus.HistogramVec
 }
@@ -24,7 +26,10 @@ func newMetrics(r prometheus.Registerer) *metrics {
 		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "dormouse_operation_seconds",
 			Help: "Time from acceptance to the end of operations that succeeded, by kind.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 16)}, []string{"kind"}),
 	}
-	r.MustRegister(m.leading, m.ended, m.seconds)
+	m.suspended = prometheus.NewGauge(prometheus.GaugeOpts{Name: "dormouse_catalog_suspended", Help: "1 while this coordinator leads and the catalog takes no writes."})
+	m.generations = prometheus.NewCounter(prometheus.CounterOpts{Name: "dormouse_catalog_servers_replaced_total", Help: "Times that the catalog's server was another process than before."})
+	m.repairs = prometheus.NewCounter(prometheus.CounterOpts{Name: "dormouse_catalog_repairs_total", Help: "Times that the catalog was rebuilt from the nodes' journals."})
+	r.MustRegister(m.suspended, m.generations, m.repairs, m.leading, m.ended, m.seconds)
 	return m
 }
 

@@ -147,7 +147,8 @@ type Commit struct {
 	Transient bool
 	// Attempt names this sending of the commit, for Settle. The commit queue sets it.
 	Attempt string
-	// Repair commits are the only ones that a suspended catalog takes, and it alone takes them.
+	// Repair commits are the only ones that a suspended catalog takes, and it alone takes them. They may refer to what is
+	// sealed, as what they put back did.
 	Repair bool
 
 	Owner   fence.Owner
@@ -245,8 +246,9 @@ type Tombstones struct {
 
 // Change is one applied commit in the change log. Records are named, not copied.
 type Change struct {
-	Seq   uint64
-	Items []ChangedRecord
+	Seq    uint64
+	Digest string // of the history up to it
+	Items  []ChangedRecord
 }
 
 // ChangedRecord is one record of a Change, as it was after that commit.

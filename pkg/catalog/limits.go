@@ -194,6 +194,14 @@ func (c *Commit) validateWrites() error {
 	return nil
 }
 
+// Validate checks the form of a record that is read from elsewhere than a store.
+func (r *Record) Validate() error {
+	if err := r.Key.Validate(); err != nil {
+		return err
+	}
+	return r.validate(nil)
+}
+
 func (r *Record) validate(deleted map[Key]bool) error {
 	if err := printable("name", r.Name, MaxName); err != nil {
 		return err

@@ -47,6 +47,7 @@ type Client struct {
 	images     dormousev1.ImageServiceClient
 	operations dormousev1.OperationServiceClient
 	events     dormousev1.EventServiceClient
+	catalog    dormousev1.CatalogServiceClient
 }
 
 // Dial makes a client. It does not connect: the first call does.
@@ -87,6 +88,7 @@ func New(cc *grpc.ClientConn) *Client {
 		snapshots: dormousev1.NewSnapshotServiceClient(cc), volumes: dormousev1.NewVolumeServiceClient(cc),
 		nodes: dormousev1.NewNodeServiceClient(cc), images: dormousev1.NewImageServiceClient(cc),
 		operations: dormousev1.NewOperationServiceClient(cc), events: dormousev1.NewEventServiceClient(cc),
+		catalog: dormousev1.NewCatalogServiceClient(cc),
 	}
 }
 

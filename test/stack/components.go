@@ -95,6 +95,19 @@ func (s *Stack) PauseRedis() error { return s.signal("redis", unix.SIGSTOP) }
 // ResumeRedis lets a paused Redis go on.
 func (s *Stack) ResumeRedis() error { return s.signal("redis", unix.SIGCONT) }
 
+// CopyRedis keeps a copy of the data that a killed Redis left, in a folder that it makes.
+func (s *Stack) CopyRedis(to string) error {
+	return os.CopyFS(to, os.DirFS(s.path("redis", "appendonlydir")))
+}
+
+// RewindRedis gives a killed Redis the data of an earlier copy: what it acknowledged since is lost.
+func (s *Stack) RewindRedis(from string) error {
+	if err := os.RemoveAll(s.path("redis", "appendonlydir")); err != nil {
+		return err
+	}
+	return os.CopyFS(s.path("redis", "appendonlydir"), os.DirFS(from))
+}
+
 // KillRedis ends Redis with SIGKILL; its data stays for StartRedis.
 func (s *Stack) KillRedis(ctx context.Context) error { return s.stop(ctx, "redis", 0) }
 

@@ -75,6 +75,8 @@ type Images interface {
 // Inventory is all that the node holds, from its records.
 type Inventory interface {
 	Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, error)
+	// Journal gives a page of what the node keeps of the catalog, and the key to go on after.
+	Journal(after string, limit int) ([]*nodev1.JournalEntry, string, error)
 }
 
 // Networks tells what networks have seen.
@@ -425,4 +427,10 @@ func (s *Server) GetSandboxNetwork(ctx context.Context, req *nodev1.GetSandboxNe
 // GetInventory implements AgentService.
 func (s *Server) GetInventory(ctx context.Context, _ *nodev1.GetInventoryRequest) (*nodev1.GetInventoryResponse, error) {
 	return s.Inventory.Inventory(ctx)
+}
+
+// ReadJournal implements AgentService.
+func (s *Server) ReadJournal(_ context.Context, req *nodev1.ReadJournalRequest) (*nodev1.ReadJournalResponse, error) {
+	entries, next, err := s.Inventory.Journal(req.GetAfter(), int(req.GetPageSize()))
+	return &nodev1.ReadJournalResponse{Entries: entries, Next: next}, err
 }

@@ -14,6 +14,8 @@
 //     coordinator below the highest epoch seen is refused.
 //   - Reports are level-triggered: a report is due for every record whose observation is above what was
 //     acknowledged, whatever was sent before. They are sent again until acknowledged, also after a restart.
+//   - What the coordinator sends for the journal is acknowledged once it is durable. A journal that cannot be written is tried
+//     again and delays nothing else.
 //   - The connection never affects a sandbox.
 //
 // # Crash points
@@ -46,6 +48,11 @@ type Store interface {
 	AckSandbox(uid string, observation uint64) error
 }
 
+// Journal keeps what the coordinator sends of the catalog.
+type Journal interface {
+	Apply(msg *nodev1.Journal) error
+}
+
 // Node is what the session tells of.
 type Node interface {
 	// Hello is everything that the node says of itself, its inventory included.
@@ -63,6 +70,8 @@ type Options struct {
 	Conns []grpc.ClientConnInterface
 	Store Store
 	Node  Node
+	// Journal (may be nil: nothing is kept or acknowledged) is given what the node shall keep.
+	Journal Journal
 	// TicketKeys (may be nil) is given the keys of tickets, as often as the coordinator tells them.
 	TicketKeys func([]ticket.PublicKey)
 	Log        *slog.Logger
@@ -183,7 +192,8 @@ func (c *Client) session(ctx context.Context) (welcomed bool, err error) {
 	if interval <= 0 {
 		interval = defaultHeartbeat
 	}
-	s := &live{c: c, stream: stream, interval: interval, sent: make(map[string]uint64), flights: make(map[uint64]flight)}
+	s := &live{c: c, stream: stream, interval: interval, sent: make(map[string]uint64), flights: make(map[uint64]flight),
+		journal: make(chan *nodev1.Journal, 1), kept: make(chan uint64, 1)}
 	return true, cause(ctx, s.run(ctx, cancel))
 }
 
@@ -239,6 +249,9 @@ type live struct {
 	stream   nodev1.SessionService_SessionClient
 	interval time.Duration
 
+	journal chan *nodev1.Journal // at most one is on its way
+	kept    chan uint64          // what is durable and not yet acknowledged
+
 	next uint64
 	sent map[string]uint64 // by sandbox: the observation sent last in this interval
 
@@ -256,9 +269,46 @@ func (s *live) run(ctx context.Context, cancel context.CancelCauseFunc) error {
 		received <- err
 		cancel(err)
 	}()
+	var keeping sync.WaitGroup
+	keeping.Go(func() { s.keep(ctx) })
 	err := s.send(ctx)
 	cancel(err)
+	keeping.Wait()
 	return errors.Join(err, <-received)
+}
+
+// journalRetry is how long a journal that could not be written is left alone.
+const journalRetry = 5 * time.Second
+
+// keep writes what comes for the journal.
+func (s *live) keep(ctx context.Context) {
+	for {
+		var msg *nodev1.Journal
+		select {
+		case msg = <-s.journal:
+		case <-ctx.Done():
+			return
+		}
+		for {
+			err := s.c.Journal.Apply(msg)
+			if err == nil {
+				break
+			}
+			s.c.Log.WarnContext(ctx, "the journal was not written; trying again", "error", err, "again_in", journalRetry)
+			timer := time.NewTimer(journalRetry)
+			select {
+			case <-timer.C:
+			case <-ctx.Done():
+				timer.Stop()
+				return
+			}
+		}
+		select {
+		case s.kept <- msg.GetId():
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 func (s *live) send(ctx context.Context) error {
@@ -272,6 +322,11 @@ func (s *live) send(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-s.c.Node.Changed():
+		case id := <-s.kept:
+			if err := s.stream.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_JournalAck{JournalAck: &nodev1.JournalAck{Id: id}}}); err != nil {
+				return err
+			}
+			continue
 		case <-tick.C:
 			if n := s.unheard(); n > missed && time.Duration(n)*s.interval > s.c.Silence {
 				return errs.New(errs.NoLeader, "the coordinator has been silent for %d heartbeats", n)
@@ -348,6 +403,13 @@ func (s *live) receive(ctx context.Context) error {
 		s.mu.Unlock()
 		if ack := msg.GetHeartbeatAck(); ack != nil {
 			s.c.TicketKeys(keysOf(ack.GetTicketKeys()))
+		}
+		if j := msg.GetJournal(); j != nil && s.c.Journal != nil {
+			select {
+			case s.journal <- j:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
 		}
 		if ack := msg.GetReportAck(); ack != nil {
 			if err := s.acknowledged(ctx, ack); err != nil {

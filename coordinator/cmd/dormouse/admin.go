@@ -20,9 +20,10 @@ import (
 
 func isUID(s string) bool { return uid.Check(s) == nil }
 
-// adminCommands work on files, not on a server.
+// adminCommands are an operator's. Those for certificates and keys work on files, not on a server.
 func adminCommands() *cli.Command {
-	return &cli.Command{Name: "admin", Usage: "make certificates and API keys", Subcommands: []*cli.Command{
+	return &cli.Command{Name: "admin", Usage: "make certificates and API keys, look after the catalog", Subcommands: []*cli.Command{
+		catalogCommands(),
 		{Name: "pki", Usage: "certificates", Subcommands: []*cli.Command{{
 			Name: "init", Usage: "make a CA, if there is none yet, and the certificates that are missing",
 			Description: "Writes ca.crt, ca.key, coordinator.crt, coordinator.key and for each node node-NAME.crt and node-NAME.key.\n" +

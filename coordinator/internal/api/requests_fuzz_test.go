@@ -26,6 +26,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
 	"github.com/dormouse-run/dormouse/coordinator/internal/publish"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
 	"github.com/dormouse-run/dormouse/coordinator/internal/rest"
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -83,6 +84,16 @@ func (r *registrar) RegisterService(sd *grpc.ServiceDesc, impl any) {
 	}
 }
 
+func (*willing) Status(context.Context) (api.CatalogStatus, error) { return api.CatalogStatus{}, nil }
+
+func (*willing) Verify(_ context.Context, found func(repair.Finding) error) (int, error) {
+	return 1, found(repair.Finding{Difference: repair.Lost})
+}
+
+func (*willing) Repair(context.Context, bool) ([]repair.Finding, error) { return nil, nil }
+
+func (*willing) Compact(context.Context) (int, error) { return 0, nil }
+
 func newWorld() *world {
 	ctx, cancel := context.WithCancel(context.Background())
 	fail := func(err error) {
@@ -101,7 +112,7 @@ func newWorld() *world {
 	engine, err := operations.Start(ctx, operations.Config{Catalog: store, Queue: queue, Agents: node, Nodes: node, Epoch: lease.Epoch,
 		PlacementWait: time.Millisecond, RetryMin: time.Millisecond, RetryMax: 2 * time.Millisecond})
 	fail(err)
-	server := api.New(api.Config{Store: store, Nodes: node, Agents: node, Streams: node, Engine: func() (*operations.Engine, error) { return engine, nil }})
+	server := api.New(api.Config{Store: store, Nodes: node, Agents: node, Streams: node, Catalog: node, Engine: func() (*operations.Engine, error) { return engine, nil }})
 	var following sync.WaitGroup
 	following.Go(func() { server.Run(ctx) })
 	r := &registrar{}

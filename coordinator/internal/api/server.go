@@ -68,9 +68,10 @@ type Leader interface {
 
 // Config of a Server.
 type Config struct {
-	Store  Store
-	Nodes  Nodes
-	Agents Agents
+	Catalog Catalog
+	Store   Store
+	Nodes   Nodes
+	Agents  Agents
 	// Streams of the data plane.
 	Streams Streams
 	// Tickets is nil where none are given.
@@ -111,6 +112,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	dormousev1.RegisterImageServiceServer(r, imageService{Server: s})
 	dormousev1.RegisterOperationServiceServer(r, operationService{Server: s})
 	dormousev1.RegisterEventServiceServer(r, eventService{Server: s})
+	dormousev1.RegisterCatalogServiceServer(r, catalogService{Server: s})
 	dormousev1.RegisterTicketServiceServer(r, ticketService{Server: s})
 	gateway{s}.register(r)
 }

@@ -276,6 +276,15 @@ func (p *Pool) Inventory(ctx context.Context, node string) (inv *nodev1.GetInven
 	return inv, session, err
 }
 
+// Journal asks for a page of what the node keeps of the catalog.
+func (p *Pool) Journal(ctx context.Context, node, after string) (page *nodev1.ReadJournalResponse, err error) {
+	_, err = p.call(ctx, node, func(ctx context.Context, _ Session, cc *grpc.ClientConn) error {
+		page, err = nodev1.NewAgentServiceClient(cc).ReadJournal(ctx, &nodev1.ReadJournalRequest{After: after})
+		return err
+	})
+	return page, err
+}
+
 // PullImage brings an image to the node and tells of the progress.
 func (p *Pool) PullImage(ctx context.Context, node string, c operations.Command, reference string, progress func(*dormousev1.PullProgress) error) (img *dormousev1.Image, err error) {
 	_, err = p.call(ctx, node, func(ctx context.Context, s Session, cc *grpc.ClientConn) error {

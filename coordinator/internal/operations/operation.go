@@ -96,10 +96,12 @@ type Operation struct {
 	Plan       Plan            `json:"plan"`
 	State      State           `json:"state"`
 	// Error of a Failed operation, and of a Pending one that is undoing what it made.
-	Error   *errs.Error `json:"error,omitempty"`
-	Result  *Result     `json:"result,omitempty"`
-	Created time.Time   `json:"created"`
-	Done    time.Time   `json:"done,omitzero"`
+	Error  *errs.Error `json:"error,omitempty"`
+	Result *Result     `json:"result,omitempty"`
+	// Node is where the first of what it makes or acts on is: it keeps a copy of the record.
+	Node    string    `json:"node,omitempty"`
+	Created time.Time `json:"created"`
+	Done    time.Time `json:"done,omitzero"`
 
 	revision uint64
 	// fresh: it has just been accepted here, so that what is recorded is known.
@@ -137,7 +139,7 @@ func (o *Operation) put() (catalog.Put, error) {
 		return catalog.Put{}, err
 	}
 	return catalog.Put{
-		Record:         catalog.Record{Key: records.OperationKey(o.Tenant, o.ID), Phase: string(o.State), Body: body},
+		Record:         catalog.Record{Key: records.OperationKey(o.Tenant, o.ID), Phase: string(o.State), Node: o.Node, Body: body},
 		ExpectRevision: o.revision,
 	}, nil
 }

@@ -83,6 +83,11 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 		if err != nil {
 			return catalog.Commit{}, err
 		}
+		for _, p := range w.puts {
+			if op.Node = p.Record.Node; op.Node != "" {
+				break
+			}
+		}
 		var put catalog.Put
 		if w.complete {
 			put, err = e.ended(&op, nil, w.result)

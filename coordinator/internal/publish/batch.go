@@ -133,6 +133,7 @@ func (q *Queue) sendBatch(batch []*item) {
 	default:
 		q.o.Logger.Warn("the reply to a batch of commits was lost", "commits", len(batch), "error", err, "cause", errors.Unwrap(err))
 		q.metrics.unknown.Add(float64(len(batch)))
+		q.unknown.Add(int64(len(batch)))
 		q.owned.Go(func() { q.settle(batch) })
 	}
 }
@@ -191,6 +192,7 @@ func (q *Queue) settleOne(it *item) bool {
 
 func (q *Queue) settled(it *item, how string, r catalog.Result, err error) {
 	q.metrics.unknown.Dec()
+	q.unknown.Add(-1)
 	q.metrics.settled.WithLabelValues(how).Inc()
 	it.reply(r, err)
 }

@@ -108,6 +108,7 @@ type Queue struct {
 	o       Options
 	metrics *metrics
 	waiting atomic.Int64
+	unknown atomic.Int64
 	slots   chan struct{}
 	items   chan *item
 
@@ -131,6 +132,15 @@ func New(o Options) *Queue {
 	}
 	q.ctx, q.cancel = context.WithCancel(context.Background())
 	return q
+}
+
+// Load is what a queue has in hand: publications that wait for admission, commits that are built and not sent,
+// and those whose lost reply is not settled.
+type Load struct{ Waiting, Queued, Unknown int64 }
+
+// Load gives what the queue has in hand.
+func (q *Queue) Load() Load {
+	return Load{Waiting: q.waiting.Load(), Queued: int64(len(q.items)), Unknown: q.unknown.Load()}
 }
 
 // Start begins to send. Call it once.

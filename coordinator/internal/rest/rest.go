@@ -141,7 +141,7 @@ func (b *Bridge) Handler(ctx context.Context, o Options) (http.Handler, error) {
 		dormousev1.RegisterSandboxServiceHandler, dormousev1.RegisterSnapshotServiceHandler, dormousev1.RegisterVolumeServiceHandler,
 		dormousev1.RegisterNodeServiceHandler, dormousev1.RegisterImageServiceHandler, dormousev1.RegisterOperationServiceHandler,
 		dormousev1.RegisterEventServiceHandler, dormousev1.RegisterProcessServiceHandler, dormousev1.RegisterFileServiceHandler,
-		dormousev1.RegisterTicketServiceHandler,
+		dormousev1.RegisterTicketServiceHandler, dormousev1.RegisterCatalogServiceHandler,
 	} {
 		if err := register(ctx, gateway, b.conn); err != nil {
 			return nil, err

@@ -14,6 +14,7 @@
 //   - What a node reports is committed under its session's epoch, so that a report of a fenced
 //     session changes nothing. A report is acknowledged only after its commit.
 //   - The node's name is that of its certificate.
+//   - A node that has seen more of the catalog than the catalog has is heard before it is let in (Config.Witness).
 //   - Records are compared with the node's inventory only in one order: the records are read first, then the node
 //     is asked. What is recorded as running and is then not there is lost. What is there but not
 //     recorded is removed only if its tombstone proves that it was deleted.
@@ -33,6 +34,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
@@ -66,6 +68,11 @@ type Store interface {
 // Inventory asks a node for all that it holds.
 type Inventory func(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
 
+// Feeds bring the journals of nodes up to date.
+type Feeds interface {
+	Feed(node string, send func(*nodev1.Journal) error) *journal.Feed
+}
+
 // Config of a Registry.
 type Config struct {
 	Store     Store
@@ -77,6 +84,8 @@ type Config struct {
 	Missed    int
 	// OnHigherEpoch is told when a node has seen a coordinator epoch above ours.
 	OnHigherEpoch func(fence.Epoch)
+	// Witness (may be nil) is asked whether the catalog has the points that a node has seen of it. Its error refuses the session.
+	Witness func(ctx context.Context, node string, seen ...catalog.Point) error
 	// TicketKeys (may be nil) gives the keys that tickets are signed with.
 	TicketKeys func() []ticket.PublicKey
 	// PeerNode gives the node's name in the peer's certificate.
@@ -98,6 +107,7 @@ type Registry struct {
 type term struct {
 	epoch  fence.Epoch
 	work   Work
+	feeds  Feeds
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup // its sessions
@@ -110,6 +120,7 @@ type node struct {
 	problems    map[string]string
 	allocatable records.Resources
 	images      []*dormousev1.Image
+	journal     catalog.Point // what it has all that concerns it up to
 }
 
 // New makes a registry that refuses sessions (NO_LEADER) until Lead and Accept.
@@ -125,6 +136,9 @@ func New(cfg Config) *Registry {
 	}
 	if cfg.TicketKeys == nil {
 		cfg.TicketKeys = func() []ticket.PublicKey { return nil }
+	}
+	if cfg.Witness == nil {
+		cfg.Witness = func(context.Context, string, ...catalog.Point) error { return nil }
 	}
 	if cfg.OnHigherEpoch == nil {
 		cfg.OnHigherEpoch = func(fence.Epoch) {}
@@ -158,9 +172,9 @@ func (r *Registry) Lead(ctx context.Context) error {
 	return nil
 }
 
-// Accept lets nodes in, until ctx ends or Resign.
-func (r *Registry) Accept(ctx context.Context, epoch fence.Epoch, work Work) {
-	t := &term{epoch: epoch, work: work}
+// Accept lets nodes in, until ctx ends or Resign. Without feeds (nil) their journals stay as they are.
+func (r *Registry) Accept(ctx context.Context, epoch fence.Epoch, work Work, feeds Feeds) {
+	t := &term{epoch: epoch, work: work, feeds: feeds}
 	t.ctx, t.cancel = context.WithCancelCause(ctx)
 	r.mu.Lock()
 	r.term = t
@@ -246,6 +260,8 @@ type View struct {
 	Problems  map[string]string
 	LastBeat  time.Time
 	Requested placement.Resources
+	// Journal is what the node's copy of the catalog reaches to, as far as it was said in this term.
+	Journal catalog.Point
 }
 
 // Views lists the nodes by name.
@@ -254,7 +270,7 @@ func (r *Registry) Views() []View {
 	all := make([]View, 0, len(r.nodes))
 	t := r.term
 	for _, n := range r.nodes {
-		v := View{Node: n.record, Online: n.session != nil, Problems: n.problems, LastBeat: n.lastBeat}
+		v := View{Node: n.record, Online: n.session != nil, Problems: n.problems, LastBeat: n.lastBeat, Journal: n.journal}
 		v.Allocatable = n.allocatable
 		all = append(all, v)
 	}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
@@ -42,6 +43,8 @@ type session struct {
 	cancel  context.CancelCauseFunc
 	beat    atomic.Pointer[time.Time] // the last; its monotonic part counts, so that a step of the clock is no silence
 	log     *slog.Logger
+	feed    *journal.Feed // nil: the journal stays as it is
+	has     catalog.Point // what the node's journal reached to when it said hello
 
 	sendMu sync.Mutex // gRPC wants one sender at a time
 	stream nodev1.SessionService_SessionServer
@@ -112,13 +115,16 @@ func (r *Registry) hello(stream nodev1.SessionService_SessionServer, t *term, na
 		r.cfg.OnHigherEpoch(seen)
 		return nil, errs.New(errs.NoLeader, "the node has seen coordinator epoch %d, this one has %d; it will lead again with a higher one: dial again", seen, t.epoch)
 	}
+	if err := r.cfg.Witness(stream.Context(), name, journal.PointOf(h.GetWitness()), journal.PointOf(h.GetWitnessMark()), journal.PointOf(h.GetJournal())); err != nil {
+		return nil, err
+	}
 	return h, nil
 }
 
 // open fences the session before, records the node, and welcomes it.
 func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *nodev1.Hello) (*session, error) {
 	ctx := stream.Context()
-	epoch, err := r.cfg.Store.OpenSession(ctx, t.epoch, h.GetNode(), 0)
+	epoch, err := r.cfg.Store.OpenSession(ctx, t.epoch, h.GetNode(), fence.Epoch(h.GetHighestSessionEpoch()))
 	if err != nil {
 		return nil, err
 	}
@@ -129,6 +135,12 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 	s := &session{node: h.GetNode(), address: h.GetAddress(), epoch: epoch, term: t, stream: stream,
 		log: r.cfg.Log.With("node", h.GetNode(), "session", uint64(epoch), "epoch", uint64(t.epoch))}
 	s.ctx, s.cancel = context.WithCancelCause(t.ctx)
+	s.has = journal.PointOf(h.GetJournal())
+	if t.feeds != nil {
+		s.feed = t.feeds.Feed(s.node, func(j *nodev1.Journal) error {
+			return s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_Journal{Journal: j}})
+		})
+	}
 	s.alive()
 	t.work.Used(s.node, uses(h.GetUses()))
 	if err := s.send(&nodev1.SessionResponse{Message: &nodev1.SessionResponse_Welcome{Welcome: &nodev1.Welcome{
@@ -152,7 +164,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 		old.cancel(fenced(old, epoch))
 	}
 	n.record, n.session, n.allocatable, n.lastBeat, n.problems = *rec, s, rec.Allocatable, time.Now(), nil
-	n.images = h.GetInventory().GetImages()
+	n.images, n.journal = h.GetInventory().GetImages(), s.has
 	r.news()
 	return s, nil
 }
@@ -184,6 +196,9 @@ func (r *Registry) record(ctx context.Context, t *term, h *nodev1.Hello, epoch f
 		put, err := n.Put()
 		return catalog.Commit{Owner: fence.Owner{Coordinator: t.epoch, Node: n.Name, Session: epoch}, Puts: []catalog.Put{put}}, err
 	})
+	if errs.Has(err, errs.CatalogRewound) {
+		return n, nil // what the node has is needed to repair it; it is recorded with its session after that
+	}
 	return n, err
 }
 
@@ -197,6 +212,13 @@ func (r *Registry) serve(s *session) error {
 	var owned sync.WaitGroup
 	owned.Go(func() { r.reconcile(s) })
 	owned.Go(func() { r.watch(s) })
+	if s.feed != nil {
+		owned.Go(func() {
+			if err := s.feed.Run(s.ctx, s.has); s.ctx.Err() == nil {
+				s.cancel(errs.From(err))
+			}
+		})
+	}
 	received := make(chan error, 1)
 	go func() { received <- r.receive(s) }() // ends with the stream, which ends with this call
 	var err error
@@ -273,9 +295,22 @@ func (r *Registry) receive(s *session) error {
 				r.report(s, m.Report)
 				return nil
 			})
+		case *nodev1.SessionRequest_JournalAck:
+			if s.feed != nil {
+				r.kept(s, s.feed.Acked(m.JournalAck.GetId()))
+			}
 		default:
-			return errs.New(errs.InvalidField, "after the hello come heartbeats and reports").With("field", "message")
+			return errs.New(errs.InvalidField, "after the hello come heartbeats, reports and acknowledgements of the journal").With("field", "message")
 		}
+	}
+}
+
+// kept notes how far a node's journal reaches.
+func (r *Registry) kept(s *session, has catalog.Point) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := r.nodes[s.node]; n != nil && n.session == s && !has.IsZero() {
+		n.journal = has
 	}
 }
 

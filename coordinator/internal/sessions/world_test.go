@@ -73,7 +73,7 @@ func newWorld(t *testing.T) *world {
 		Epoch: w.epoch, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond})
 	w.ok(err)
 	w.ok(w.registry.Lead(t.Context()))
-	w.registry.Accept(context.Background(), w.epoch, watched{w.engine, w.observed})
+	w.registry.Accept(context.Background(), w.epoch, watched{w.engine, w.observed}, nil)
 	socket := filepath.Join(t.TempDir(), "s")
 	l, err := net.Listen("unix", socket)
 	w.ok(err)

@@ -90,7 +90,7 @@ func (s *Store) firstRefusal(c *catalog.Commit) *errs.Error {
 			return e
 		}
 	}
-	p := pending{store: s, puts: make(map[catalog.Key]*catalog.Record), names: make(map[scope]map[string]string), claims: make(map[catalog.Key]catalog.Holder)}
+	p := pending{store: s, repair: c.Repair, puts: make(map[catalog.Key]*catalog.Record), names: make(map[scope]map[string]string), claims: make(map[catalog.Key]catalog.Holder)}
 	for i := range c.Puts {
 		p.puts[c.Puts[i].Record.Key] = &c.Puts[i].Record
 	}
@@ -156,6 +156,7 @@ func (s *Store) check(k *catalog.Check) *errs.Error {
 // pending is what the puts of one commit claim from each other.
 type pending struct {
 	store  *Store
+	repair bool
 	puts   map[catalog.Key]*catalog.Record
 	names  map[scope]map[string]string
 	claims map[catalog.Key]catalog.Holder
@@ -214,7 +215,7 @@ func (p *pending) checkRef(r *catalog.Record, ref catalog.Ref, added bool) *errs
 			}
 			target = &living
 		}
-		if target.Sealed {
+		if target.Sealed && !p.repair {
 			return catalog.Refusal(errs.WrongPhase, "uid", ref.Target.UID, "phase", target.Phase)
 		}
 	}

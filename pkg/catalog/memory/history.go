@@ -51,10 +51,9 @@ func (h *history) admits(repair bool) *errs.Error {
 func (h *history) grow(attempt string, now time.Time, c *catalog.Change) {
 	sum := sha256.New()
 	fmt.Fprintln(sum, h.digest, attempt, now.UnixMilli(), c.Seq, c.Items)
-	h.set(c.Seq, hex.EncodeToString(sum.Sum(nil)[:20]))
+	c.Digest = hex.EncodeToString(sum.Sum(nil)[:20])
+	h.digest, h.digests[c.Seq] = c.Digest, c.Digest
 }
-
-func (h *history) set(seq uint64, digest string) { h.digest, h.digests[seq] = digest, digest }
 
 // Generation implements catalog.Store: there is one.
 func (s *Store) Generation() (uint64, <-chan struct{}) { return 1, s.history.over }
@@ -155,8 +154,9 @@ func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
 	clear(h.lost)
 	s.incarnation = uuid.NewString()
 	s.seq++
-	h.grow(s.incarnation, s.clock(), &catalog.Change{Seq: s.seq})
-	s.log = append(s.log, catalog.Change{Seq: s.seq})
+	began := catalog.Change{Seq: s.seq}
+	h.grow(s.incarnation, s.clock(), &began)
+	s.log = append(s.log, began)
 	h.suspended = nil
 	close(s.grown)
 	s.grown = make(chan struct{})

@@ -34,7 +34,7 @@ func (s *Store) Commit(ctx context.Context, batch []catalog.Commit) ([]catalog.R
 	if !ok || len(rows) != len(sent) {
 		return nil, lostReply(fmt.Errorf("%d results for %d commits", len(rows), len(sent)))
 	}
-	var last catalog.Point
+	last := catalog.Point{Incarnation: *s.incarnation.Load()}
 	for n, i := range sent {
 		var digest string
 		if results[i], digest, err = decodeResult(&batch[i], rows[n]); err != nil {

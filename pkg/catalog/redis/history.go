@@ -20,20 +20,28 @@ func (s *Store) Seen() catalog.Point {
 	return catalog.Point{}
 }
 
-// saw takes a point that the server gave out. One without an incarnation is of the one known.
+// saw takes a point that the server gave out, if it is further in the history that was seen. What a server of another
+// incarnation gives out counts only after Compare has shown that it goes on from there.
 func (s *Store) saw(p catalog.Point) {
 	for p.Seq > 0 {
 		old := s.seen.Load()
-		if p.Incarnation == "" {
-			p.Incarnation = *s.incarnation.Load()
-		}
-		if old != nil && old.Seq >= p.Seq && old.Incarnation == p.Incarnation {
+		if old != nil && (old.Incarnation != p.Incarnation || old.Seq >= p.Seq) {
 			return
 		}
 		if s.seen.CompareAndSwap(old, &p) {
 			return
 		}
 	}
+}
+
+// goOn takes up another incarnation that has what was seen.
+func (s *Store) goOn(ctx context.Context) error {
+	h, err := s.History(ctx)
+	if err == nil {
+		s.incarnation.Store(&h.Head.Incarnation)
+		s.seen.Store(&h.Head)
+	}
+	return err
 }
 
 // History implements catalog.Store.
@@ -59,6 +67,7 @@ func (s *Store) History(ctx context.Context) (catalog.History, error) {
 		}
 		h.Mark.Digest, _ = m.Values["h"].(string)
 	}
+	s.saw(h.Head)
 	return h, nil
 }
 
@@ -70,7 +79,14 @@ func (s *Store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation,
 	}
 	r, _ := reply.(string)
 	switch rel := catalog.Relation(r); rel {
-	case catalog.Part, catalog.Lost, catalog.Forgotten:
+	case catalog.Part:
+		if p == s.Seen() && !p.IsZero() {
+			if h, err := s.History(ctx); err == nil && h.Head.Incarnation != p.Incarnation {
+				return rel, s.goOn(ctx)
+			}
+		}
+		return rel, nil
+	case catalog.Lost, catalog.Forgotten:
 		return rel, nil
 	}
 	return "", damaged(fmt.Errorf("a comparison gave %v", reply), "history")
@@ -99,13 +115,7 @@ func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
 	if _, err := granted(reply, coordinator); err != nil {
 		return err
 	}
-	h, err := s.History(ctx)
-	if err != nil {
-		return err
-	}
-	s.incarnation.Store(&h.Head.Incarnation)
-	s.seen.Store(&h.Head) // what was lost is settled
-	return nil
+	return s.goOn(ctx) // what was lost is settled
 }
 
 func decodeSuspension(h map[string]string) (*catalog.Suspension, error) {

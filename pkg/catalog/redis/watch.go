@@ -69,6 +69,7 @@ func decodeChanges(after, seq uint64, messages []goredis.XMessage) ([]catalog.Ch
 			return nil, catalog.TooOld(after, n, max(seq, n))
 		}
 		c := catalog.Change{Seq: n}
+		c.Digest, _ = m.Values["h"].(string)
 		items, _ := m.Values["i"].(string)
 		for line := range strings.Lines(items) {
 			item, err := decodeItem(strings.TrimSuffix(line, "\n"))

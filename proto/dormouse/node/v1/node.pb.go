@@ -2256,7 +2256,15 @@ type Hello struct {
 	// Where the node serves clients that show tickets; empty: nowhere.
 	DirectAddress string `protobuf:"bytes,15,opt,name=direct_address,json=directAddress,proto3" json:"direct_address,omitempty"`
 	// The networks that sandboxes may have there; none: not said.
-	NetworkModes  []v1.NetworkMode `protobuf:"varint,16,rep,packed,name=network_modes,json=networkModes,proto3,enum=dormouse.v1.NetworkMode" json:"network_modes,omitempty"`
+	NetworkModes []v1.NetworkMode `protobuf:"varint,16,rep,packed,name=network_modes,json=networkModes,proto3,enum=dormouse.v1.NetworkMode" json:"network_modes,omitempty"`
+	// The session epoch that the node was given last: the next one exceeds it.
+	HighestSessionEpoch uint64 `protobuf:"varint,17,opt,name=highest_session_epoch,json=highestSessionEpoch,proto3" json:"highest_session_epoch,omitempty"`
+	// The newest points of the catalog's history that the node has seen. A catalog that does not have them has lost
+	// what it acknowledged.
+	Witness     *CatalogPoint `protobuf:"bytes,18,opt,name=witness,proto3" json:"witness,omitempty"`
+	WitnessMark *CatalogPoint `protobuf:"bytes,19,opt,name=witness_mark,json=witnessMark,proto3" json:"witness_mark,omitempty"`
+	// Up to here the node's journal has all that concerns it. Empty: it does not.
+	Journal       *CatalogPoint `protobuf:"bytes,20,opt,name=journal,proto3" json:"journal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2396,6 +2404,564 @@ func (x *Hello) GetNetworkModes() []v1.NetworkMode {
 	return nil
 }
 
+func (x *Hello) GetHighestSessionEpoch() uint64 {
+	if x != nil {
+		return x.HighestSessionEpoch
+	}
+	return 0
+}
+
+func (x *Hello) GetWitness() *CatalogPoint {
+	if x != nil {
+		return x.Witness
+	}
+	return nil
+}
+
+func (x *Hello) GetWitnessMark() *CatalogPoint {
+	if x != nil {
+		return x.WitnessMark
+	}
+	return nil
+}
+
+func (x *Hello) GetJournal() *CatalogPoint {
+	if x != nil {
+		return x.Journal
+	}
+	return nil
+}
+
+// CatalogPoint is a place in the catalog's history: all that was committed up to a sequence. Empty: before every history.
+type CatalogPoint struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Incarnation string                 `protobuf:"bytes,1,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Seq         uint64                 `protobuf:"varint,2,opt,name=seq,proto3" json:"seq,omitempty"`
+	// Chained over all commits up to seq.
+	Digest        string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CatalogPoint) Reset() {
+	*x = CatalogPoint{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CatalogPoint) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CatalogPoint) ProtoMessage() {}
+
+func (x *CatalogPoint) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CatalogPoint.ProtoReflect.Descriptor instead.
+func (*CatalogPoint) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *CatalogPoint) GetIncarnation() string {
+	if x != nil {
+		return x.Incarnation
+	}
+	return ""
+}
+
+func (x *CatalogPoint) GetSeq() uint64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+func (x *CatalogPoint) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+// JournalEntry is a record of the catalog that concerns the node, or the trace of one that was deleted.
+type JournalEntry struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Tenant   string                 `protobuf:"bytes,1,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Kind     string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	Uid      string                 `protobuf:"bytes,3,opt,name=uid,proto3" json:"uid,omitempty"`
+	Revision uint64                 `protobuf:"varint,4,opt,name=revision,proto3" json:"revision,omitempty"`
+	// Deleted at that revision: the rest is empty.
+	Deleted bool `protobuf:"varint,5,opt,name=deleted,proto3" json:"deleted,omitempty"`
+	// Of the commit that wrote it.
+	Seq        uint64              `protobuf:"varint,6,opt,name=seq,proto3" json:"seq,omitempty"`
+	Name       string              `protobuf:"bytes,7,opt,name=name,proto3" json:"name,omitempty"`
+	Phase      string              `protobuf:"bytes,8,opt,name=phase,proto3" json:"phase,omitempty"`
+	Node       string              `protobuf:"bytes,9,opt,name=node,proto3" json:"node,omitempty"`
+	Identity   string              `protobuf:"bytes,10,opt,name=identity,proto3" json:"identity,omitempty"`
+	Sealed     bool                `protobuf:"varint,11,opt,name=sealed,proto3" json:"sealed,omitempty"`
+	References []*JournalReference `protobuf:"bytes,12,rep,name=references,proto3" json:"references,omitempty"`
+	Body       []byte              `protobuf:"bytes,13,opt,name=body,proto3" json:"body,omitempty"`
+	// A point in the catalog's history that has this entry. Set by the node when it is read.
+	Point         *CatalogPoint `protobuf:"bytes,14,opt,name=point,proto3" json:"point,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JournalEntry) Reset() {
+	*x = JournalEntry{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JournalEntry) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JournalEntry) ProtoMessage() {}
+
+func (x *JournalEntry) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JournalEntry.ProtoReflect.Descriptor instead.
+func (*JournalEntry) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *JournalEntry) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *JournalEntry) GetDeleted() bool {
+	if x != nil {
+		return x.Deleted
+	}
+	return false
+}
+
+func (x *JournalEntry) GetSeq() uint64 {
+	if x != nil {
+		return x.Seq
+	}
+	return 0
+}
+
+func (x *JournalEntry) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetIdentity() string {
+	if x != nil {
+		return x.Identity
+	}
+	return ""
+}
+
+func (x *JournalEntry) GetSealed() bool {
+	if x != nil {
+		return x.Sealed
+	}
+	return false
+}
+
+func (x *JournalEntry) GetReferences() []*JournalReference {
+	if x != nil {
+		return x.References
+	}
+	return nil
+}
+
+func (x *JournalEntry) GetBody() []byte {
+	if x != nil {
+		return x.Body
+	}
+	return nil
+}
+
+func (x *JournalEntry) GetPoint() *CatalogPoint {
+	if x != nil {
+		return x.Point
+	}
+	return nil
+}
+
+type JournalReference struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Tenant string                 `protobuf:"bytes,1,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Kind   string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	Uid    string                 `protobuf:"bytes,3,opt,name=uid,proto3" json:"uid,omitempty"`
+	// reference, shared or exclusive.
+	Mode          string `protobuf:"bytes,4,opt,name=mode,proto3" json:"mode,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JournalReference) Reset() {
+	*x = JournalReference{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JournalReference) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JournalReference) ProtoMessage() {}
+
+func (x *JournalReference) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JournalReference.ProtoReflect.Descriptor instead.
+func (*JournalReference) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *JournalReference) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *JournalReference) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *JournalReference) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *JournalReference) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+// Journal is what the node shall keep. It is acknowledged once it is durable; the next one comes after that.
+type Journal struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The history up to here has the entries.
+	Point *CatalogPoint `protobuf:"bytes,2,opt,name=point,proto3" json:"point,omitempty"`
+	Mark  *CatalogPoint `protobuf:"bytes,3,opt,name=mark,proto3" json:"mark,omitempty"`
+	// Set on the last of the messages that belong together: all that concerned the node up to here was sent.
+	Complete *CatalogPoint   `protobuf:"bytes,7,opt,name=complete,proto3" json:"complete,omitempty"`
+	Entries  []*JournalEntry `protobuf:"bytes,4,rep,name=entries,proto3" json:"entries,omitempty"`
+	// The first message of all that concerns the node, after which what is not sent again is forgotten.
+	WholeBegins   bool `protobuf:"varint,5,opt,name=whole_begins,json=wholeBegins,proto3" json:"whole_begins,omitempty"`
+	WholeEnds     bool `protobuf:"varint,6,opt,name=whole_ends,json=wholeEnds,proto3" json:"whole_ends,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Journal) Reset() {
+	*x = Journal{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Journal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Journal) ProtoMessage() {}
+
+func (x *Journal) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Journal.ProtoReflect.Descriptor instead.
+func (*Journal) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *Journal) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *Journal) GetPoint() *CatalogPoint {
+	if x != nil {
+		return x.Point
+	}
+	return nil
+}
+
+func (x *Journal) GetMark() *CatalogPoint {
+	if x != nil {
+		return x.Mark
+	}
+	return nil
+}
+
+func (x *Journal) GetComplete() *CatalogPoint {
+	if x != nil {
+		return x.Complete
+	}
+	return nil
+}
+
+func (x *Journal) GetEntries() []*JournalEntry {
+	if x != nil {
+		return x.Entries
+	}
+	return nil
+}
+
+func (x *Journal) GetWholeBegins() bool {
+	if x != nil {
+		return x.WholeBegins
+	}
+	return false
+}
+
+func (x *Journal) GetWholeEnds() bool {
+	if x != nil {
+		return x.WholeEnds
+	}
+	return false
+}
+
+type JournalAck struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JournalAck) Reset() {
+	*x = JournalAck{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JournalAck) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JournalAck) ProtoMessage() {}
+
+func (x *JournalAck) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JournalAck.ProtoReflect.Descriptor instead.
+func (*JournalAck) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *JournalAck) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+type ReadJournalRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The key of the last entry of the page before: tenant/kind/uid. Empty: from the first.
+	After string `protobuf:"bytes,1,opt,name=after,proto3" json:"after,omitempty"`
+	// 1..1000; 0 is 1000. A page may be shorter.
+	PageSize      int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadJournalRequest) Reset() {
+	*x = ReadJournalRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadJournalRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadJournalRequest) ProtoMessage() {}
+
+func (x *ReadJournalRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadJournalRequest.ProtoReflect.Descriptor instead.
+func (*ReadJournalRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
+}
+
+func (x *ReadJournalRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+func (x *ReadJournalRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+type ReadJournalResponse struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Entries []*JournalEntry        `protobuf:"bytes,1,rep,name=entries,proto3" json:"entries,omitempty"`
+	// Empty on the last page.
+	Next          string `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadJournalResponse) Reset() {
+	*x = ReadJournalResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadJournalResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadJournalResponse) ProtoMessage() {}
+
+func (x *ReadJournalResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadJournalResponse.ProtoReflect.Descriptor instead.
+func (*ReadJournalResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{44}
+}
+
+func (x *ReadJournalResponse) GetEntries() []*JournalEntry {
+	if x != nil {
+		return x.Entries
+	}
+	return nil
+}
+
+func (x *ReadJournalResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
 type Heartbeat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Problems of the node by type, e.g. DiskPressure; empty when healthy.
@@ -2410,7 +2976,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2422,7 +2988,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2435,7 +3001,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *Heartbeat) GetProblems() map[string]string {
@@ -2477,7 +3043,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2489,7 +3055,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2502,7 +3068,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *Report) GetId() uint64 {
@@ -2526,6 +3092,7 @@ type SessionRequest struct {
 	//	*SessionRequest_Hello
 	//	*SessionRequest_Heartbeat
 	//	*SessionRequest_Report
+	//	*SessionRequest_JournalAck
 	Message       isSessionRequest_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2533,7 +3100,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2545,7 +3112,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2558,7 +3125,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *SessionRequest) GetMessage() isSessionRequest_Message {
@@ -2595,6 +3162,15 @@ func (x *SessionRequest) GetReport() *Report {
 	return nil
 }
 
+func (x *SessionRequest) GetJournalAck() *JournalAck {
+	if x != nil {
+		if x, ok := x.Message.(*SessionRequest_JournalAck); ok {
+			return x.JournalAck
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Message interface {
 	isSessionRequest_Message()
 }
@@ -2611,11 +3187,17 @@ type SessionRequest_Report struct {
 	Report *Report `protobuf:"bytes,3,opt,name=report,proto3,oneof"`
 }
 
+type SessionRequest_JournalAck struct {
+	JournalAck *JournalAck `protobuf:"bytes,4,opt,name=journal_ack,json=journalAck,proto3,oneof"`
+}
+
 func (*SessionRequest_Hello) isSessionRequest_Message() {}
 
 func (*SessionRequest_Heartbeat) isSessionRequest_Message() {}
 
 func (*SessionRequest_Report) isSessionRequest_Message() {}
+
+func (*SessionRequest_JournalAck) isSessionRequest_Message() {}
 
 type Welcome struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
@@ -2631,7 +3213,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2643,7 +3225,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2656,7 +3238,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *Welcome) GetSessionEpoch() uint64 {
@@ -2699,7 +3281,7 @@ type TicketKey struct {
 
 func (x *TicketKey) Reset() {
 	*x = TicketKey{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2711,7 +3293,7 @@ func (x *TicketKey) String() string {
 func (*TicketKey) ProtoMessage() {}
 
 func (x *TicketKey) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2724,7 +3306,7 @@ func (x *TicketKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TicketKey.ProtoReflect.Descriptor instead.
 func (*TicketKey) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *TicketKey) GetId() string {
@@ -2750,7 +3332,7 @@ type HeartbeatAck struct {
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2762,7 +3344,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2775,7 +3357,7 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *HeartbeatAck) GetTicketKeys() []*TicketKey {
@@ -2796,7 +3378,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2808,7 +3390,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2821,7 +3403,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{44}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -2845,6 +3427,7 @@ type SessionResponse struct {
 	//	*SessionResponse_Welcome
 	//	*SessionResponse_HeartbeatAck
 	//	*SessionResponse_ReportAck
+	//	*SessionResponse_Journal
 	Message       isSessionResponse_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2852,7 +3435,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2864,7 +3447,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2877,7 +3460,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{45}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -2914,6 +3497,15 @@ func (x *SessionResponse) GetReportAck() *ReportAck {
 	return nil
 }
 
+func (x *SessionResponse) GetJournal() *Journal {
+	if x != nil {
+		if x, ok := x.Message.(*SessionResponse_Journal); ok {
+			return x.Journal
+		}
+	}
+	return nil
+}
+
 type isSessionResponse_Message interface {
 	isSessionResponse_Message()
 }
@@ -2930,11 +3522,17 @@ type SessionResponse_ReportAck struct {
 	ReportAck *ReportAck `protobuf:"bytes,3,opt,name=report_ack,json=reportAck,proto3,oneof"`
 }
 
+type SessionResponse_Journal struct {
+	Journal *Journal `protobuf:"bytes,4,opt,name=journal,proto3,oneof"`
+}
+
 func (*SessionResponse_Welcome) isSessionResponse_Message() {}
 
 func (*SessionResponse_HeartbeatAck) isSessionResponse_Message() {}
 
 func (*SessionResponse_ReportAck) isSessionResponse_Message() {}
+
+func (*SessionResponse_Journal) isSessionResponse_Message() {}
 
 var File_dormouse_node_v1_node_proto protoreflect.FileDescriptor
 
@@ -3106,7 +3704,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"SandboxUse\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x128\n" +
 	"\n" +
-	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xe0\x05\n" +
+	"unused_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\tunusedFor\"\xcb\a\n" +
 	"\x05Hello\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x18\n" +
@@ -3123,10 +3721,59 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\aboot_id\x18\f \x01(\tR\x06bootId\x120\n" +
 	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x12%\n" +
 	"\x0edirect_address\x18\x0f \x01(\tR\rdirectAddress\x12=\n" +
-	"\rnetwork_modes\x18\x10 \x03(\x0e2\x18.dormouse.v1.NetworkModeR\fnetworkModes\x1a9\n" +
+	"\rnetwork_modes\x18\x10 \x03(\x0e2\x18.dormouse.v1.NetworkModeR\fnetworkModes\x122\n" +
+	"\x15highest_session_epoch\x18\x11 \x01(\x04R\x13highestSessionEpoch\x128\n" +
+	"\awitness\x18\x12 \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\awitness\x12A\n" +
+	"\fwitness_mark\x18\x13 \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\vwitnessMark\x128\n" +
+	"\ajournal\x18\x14 \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\ajournal\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xab\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"Z\n" +
+	"\fCatalogPoint\x12 \n" +
+	"\vincarnation\x18\x01 \x01(\tR\vincarnation\x12\x10\n" +
+	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x16\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\"\x94\x03\n" +
+	"\fJournalEntry\x12\x16\n" +
+	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x10\n" +
+	"\x03uid\x18\x03 \x01(\tR\x03uid\x12\x1a\n" +
+	"\brevision\x18\x04 \x01(\x04R\brevision\x12\x18\n" +
+	"\adeleted\x18\x05 \x01(\bR\adeleted\x12\x10\n" +
+	"\x03seq\x18\x06 \x01(\x04R\x03seq\x12\x12\n" +
+	"\x04name\x18\a \x01(\tR\x04name\x12\x14\n" +
+	"\x05phase\x18\b \x01(\tR\x05phase\x12\x12\n" +
+	"\x04node\x18\t \x01(\tR\x04node\x12\x1a\n" +
+	"\bidentity\x18\n" +
+	" \x01(\tR\bidentity\x12\x16\n" +
+	"\x06sealed\x18\v \x01(\bR\x06sealed\x12B\n" +
+	"\n" +
+	"references\x18\f \x03(\v2\".dormouse.node.v1.JournalReferenceR\n" +
+	"references\x12\x12\n" +
+	"\x04body\x18\r \x01(\fR\x04body\x124\n" +
+	"\x05point\x18\x0e \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\x05point\"d\n" +
+	"\x10JournalReference\x12\x16\n" +
+	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x10\n" +
+	"\x03uid\x18\x03 \x01(\tR\x03uid\x12\x12\n" +
+	"\x04mode\x18\x04 \x01(\tR\x04mode\"\xbb\x02\n" +
+	"\aJournal\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x124\n" +
+	"\x05point\x18\x02 \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\x05point\x122\n" +
+	"\x04mark\x18\x03 \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\x04mark\x12:\n" +
+	"\bcomplete\x18\a \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\bcomplete\x128\n" +
+	"\aentries\x18\x04 \x03(\v2\x1e.dormouse.node.v1.JournalEntryR\aentries\x12!\n" +
+	"\fwhole_begins\x18\x05 \x01(\bR\vwholeBegins\x12\x1d\n" +
+	"\n" +
+	"whole_ends\x18\x06 \x01(\bR\twholeEnds\"\x1c\n" +
+	"\n" +
+	"JournalAck\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\"G\n" +
+	"\x12ReadJournalRequest\x12\x14\n" +
+	"\x05after\x18\x01 \x01(\tR\x05after\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\"c\n" +
+	"\x13ReadJournalResponse\x128\n" +
+	"\aentries\x18\x01 \x03(\v2\x1e.dormouse.node.v1.JournalEntryR\aentries\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"\xab\x02\n" +
 	"\tHeartbeat\x12E\n" +
 	"\bproblems\x18\x01 \x03(\v2).dormouse.node.v1.Heartbeat.ProblemsEntryR\bproblems\x12<\n" +
 	"\vallocatable\x18\x02 \x01(\v2\x1a.dormouse.v1.NodeResourcesR\vallocatable\x12*\n" +
@@ -3137,11 +3784,13 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"X\n" +
 	"\x06Report\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12>\n" +
-	"\asandbox\x18\x02 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xbd\x01\n" +
+	"\asandbox\x18\x02 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xfe\x01\n" +
 	"\x0eSessionRequest\x12/\n" +
 	"\x05hello\x18\x01 \x01(\v2\x17.dormouse.node.v1.HelloH\x00R\x05hello\x12;\n" +
 	"\theartbeat\x18\x02 \x01(\v2\x1b.dormouse.node.v1.HeartbeatH\x00R\theartbeat\x122\n" +
-	"\x06report\x18\x03 \x01(\v2\x18.dormouse.node.v1.ReportH\x00R\x06reportB\t\n" +
+	"\x06report\x18\x03 \x01(\v2\x18.dormouse.node.v1.ReportH\x00R\x06report\x12?\n" +
+	"\vjournal_ack\x18\x04 \x01(\v2\x1c.dormouse.node.v1.JournalAckH\x00R\n" +
+	"journalAckB\t\n" +
 	"\amessage\"\xe3\x01\n" +
 	"\aWelcome\x12#\n" +
 	"\rsession_epoch\x18\x01 \x01(\x04R\fsessionEpoch\x12+\n" +
@@ -3157,13 +3806,14 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"ticketKeys\"E\n" +
 	"\tReportAck\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12(\n" +
-	"\x05error\x18\x02 \x01(\v2\x12.dormouse.v1.ErrorR\x05error\"\xd8\x01\n" +
+	"\x05error\x18\x02 \x01(\v2\x12.dormouse.v1.ErrorR\x05error\"\x8f\x02\n" +
 	"\x0fSessionResponse\x125\n" +
 	"\awelcome\x18\x01 \x01(\v2\x19.dormouse.node.v1.WelcomeH\x00R\awelcome\x12E\n" +
 	"\rheartbeat_ack\x18\x02 \x01(\v2\x1e.dormouse.node.v1.HeartbeatAckH\x00R\fheartbeatAck\x12<\n" +
 	"\n" +
-	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAckB\t\n" +
-	"\amessage2\xd4\v\n" +
+	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAck\x125\n" +
+	"\ajournal\x18\x04 \x01(\v2\x19.dormouse.node.v1.JournalH\x00R\ajournalB\t\n" +
+	"\amessage2\xb0\f\n" +
 	"\fAgentService\x12]\n" +
 	"\fStartSandbox\x12%.dormouse.node.v1.StartSandboxRequest\x1a&.dormouse.node.v1.StartSandboxResponse\x12c\n" +
 	"\x0eRestoreSandbox\x12'.dormouse.node.v1.RestoreSandboxRequest\x1a(.dormouse.node.v1.RestoreSandboxResponse\x12`\n" +
@@ -3179,7 +3829,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\tPullImage\x12\".dormouse.node.v1.PullImageRequest\x1a#.dormouse.node.v1.PullImageResponse0\x01\x12Z\n" +
 	"\vRemoveImage\x12$.dormouse.node.v1.RemoveImageRequest\x1a%.dormouse.node.v1.RemoveImageResponse\x12l\n" +
 	"\x11GetSandboxNetwork\x12*.dormouse.node.v1.GetSandboxNetworkRequest\x1a+.dormouse.node.v1.GetSandboxNetworkResponse\x12]\n" +
-	"\fGetInventory\x12%.dormouse.node.v1.GetInventoryRequest\x1a&.dormouse.node.v1.GetInventoryResponse2d\n" +
+	"\fGetInventory\x12%.dormouse.node.v1.GetInventoryRequest\x1a&.dormouse.node.v1.GetInventoryResponse\x12Z\n" +
+	"\vReadJournal\x12$.dormouse.node.v1.ReadJournalRequest\x1a%.dormouse.node.v1.ReadJournalResponse2d\n" +
 	"\x0eSessionService\x12R\n" +
 	"\aSession\x12 .dormouse.node.v1.SessionRequest\x1a!.dormouse.node.v1.SessionResponse(\x010\x01B@Z>github.com/dormouse-run/dormouse/proto/dormouse/node/v1;nodev1b\x06proto3"
 
@@ -3195,7 +3846,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 56)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -3235,133 +3886,154 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*GetInventoryResponse)(nil),      // 35: dormouse.node.v1.GetInventoryResponse
 	(*SandboxUse)(nil),                // 36: dormouse.node.v1.SandboxUse
 	(*Hello)(nil),                     // 37: dormouse.node.v1.Hello
-	(*Heartbeat)(nil),                 // 38: dormouse.node.v1.Heartbeat
-	(*Report)(nil),                    // 39: dormouse.node.v1.Report
-	(*SessionRequest)(nil),            // 40: dormouse.node.v1.SessionRequest
-	(*Welcome)(nil),                   // 41: dormouse.node.v1.Welcome
-	(*TicketKey)(nil),                 // 42: dormouse.node.v1.TicketKey
-	(*HeartbeatAck)(nil),              // 43: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 44: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 45: dormouse.node.v1.SessionResponse
-	nil,                               // 46: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 47: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 48: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 49: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 50: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 51: google.protobuf.Timestamp
-	(*v1.EgressPolicy)(nil),           // 52: dormouse.v1.EgressPolicy
-	(*v1.VolumeReference)(nil),        // 53: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 54: google.protobuf.Duration
-	(*v1.SnapshotFile)(nil),           // 55: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 56: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 57: dormouse.v1.Image
-	(*v1.SandboxNetwork)(nil),         // 58: dormouse.v1.SandboxNetwork
-	(*v1.NodeResources)(nil),          // 59: dormouse.v1.NodeResources
-	(v1.NetworkMode)(0),               // 60: dormouse.v1.NetworkMode
-	(*v1.Error)(nil),                  // 61: dormouse.v1.Error
+	(*CatalogPoint)(nil),              // 38: dormouse.node.v1.CatalogPoint
+	(*JournalEntry)(nil),              // 39: dormouse.node.v1.JournalEntry
+	(*JournalReference)(nil),          // 40: dormouse.node.v1.JournalReference
+	(*Journal)(nil),                   // 41: dormouse.node.v1.Journal
+	(*JournalAck)(nil),                // 42: dormouse.node.v1.JournalAck
+	(*ReadJournalRequest)(nil),        // 43: dormouse.node.v1.ReadJournalRequest
+	(*ReadJournalResponse)(nil),       // 44: dormouse.node.v1.ReadJournalResponse
+	(*Heartbeat)(nil),                 // 45: dormouse.node.v1.Heartbeat
+	(*Report)(nil),                    // 46: dormouse.node.v1.Report
+	(*SessionRequest)(nil),            // 47: dormouse.node.v1.SessionRequest
+	(*Welcome)(nil),                   // 48: dormouse.node.v1.Welcome
+	(*TicketKey)(nil),                 // 49: dormouse.node.v1.TicketKey
+	(*HeartbeatAck)(nil),              // 50: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 51: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 52: dormouse.node.v1.SessionResponse
+	nil,                               // 53: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 54: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 55: dormouse.node.v1.Heartbeat.ProblemsEntry
+	(*v1.SandboxSpec)(nil),            // 56: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 57: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 58: google.protobuf.Timestamp
+	(*v1.EgressPolicy)(nil),           // 59: dormouse.v1.EgressPolicy
+	(*v1.VolumeReference)(nil),        // 60: dormouse.v1.VolumeReference
+	(*durationpb.Duration)(nil),       // 61: google.protobuf.Duration
+	(*v1.SnapshotFile)(nil),           // 62: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 63: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 64: dormouse.v1.Image
+	(*v1.SandboxNetwork)(nil),         // 65: dormouse.v1.SandboxNetwork
+	(*v1.NodeResources)(nil),          // 66: dormouse.v1.NodeResources
+	(v1.NetworkMode)(0),               // 67: dormouse.v1.NetworkMode
+	(*v1.Error)(nil),                  // 68: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	49, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	46, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	56, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	53, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	50, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	51, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	57, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	58, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
 	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
 	6,  // 8: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
-	52, // 9: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
+	59, // 9: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
 	3,  // 10: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 11: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 12: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	12, // 13: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	53, // 14: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	54, // 15: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	55, // 16: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	51, // 17: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	60, // 14: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	61, // 15: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	62, // 16: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	58, // 17: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
 	0,  // 18: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	54, // 19: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	61, // 19: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 20: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 21: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	54, // 22: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	61, // 22: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 23: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 24: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	3,  // 25: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 26: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	52, // 27: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	59, // 27: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
 	3,  // 28: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 29: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 30: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	25, // 31: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
 	0,  // 32: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 33: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	56, // 34: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	57, // 35: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	63, // 34: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	64, // 35: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
 	0,  // 36: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	58, // 37: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	65, // 37: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
 	3,  // 38: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
 	12, // 39: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
 	25, // 40: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	57, // 41: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	54, // 42: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
-	47, // 43: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	59, // 44: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	59, // 45: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	64, // 41: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	61, // 42: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	54, // 43: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	66, // 44: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	66, // 45: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
 	35, // 46: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
 	36, // 47: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	60, // 48: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
-	48, // 49: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	59, // 50: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	57, // 51: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	36, // 52: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 53: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	37, // 54: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	38, // 55: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	39, // 56: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	54, // 57: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	42, // 58: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	42, // 59: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	61, // 60: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	41, // 61: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	43, // 62: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	44, // 63: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	1,  // 64: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 65: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	8,  // 66: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	10, // 67: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	13, // 68: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	15, // 69: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	17, // 70: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	19, // 71: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
-	21, // 72: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	23, // 73: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	26, // 74: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	28, // 75: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	30, // 76: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	32, // 77: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
-	34, // 78: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	40, // 79: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 80: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	7,  // 81: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	9,  // 82: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	11, // 83: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	14, // 84: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	16, // 85: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	18, // 86: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	20, // 87: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
-	22, // 88: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	24, // 89: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	27, // 90: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	29, // 91: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	31, // 92: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	33, // 93: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
-	35, // 94: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	45, // 95: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	80, // [80:96] is the sub-list for method output_type
-	64, // [64:80] is the sub-list for method input_type
-	64, // [64:64] is the sub-list for extension type_name
-	64, // [64:64] is the sub-list for extension extendee
-	0,  // [0:64] is the sub-list for field type_name
+	67, // 48: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
+	38, // 49: dormouse.node.v1.Hello.witness:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 50: dormouse.node.v1.Hello.witness_mark:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 51: dormouse.node.v1.Hello.journal:type_name -> dormouse.node.v1.CatalogPoint
+	40, // 52: dormouse.node.v1.JournalEntry.references:type_name -> dormouse.node.v1.JournalReference
+	38, // 53: dormouse.node.v1.JournalEntry.point:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 54: dormouse.node.v1.Journal.point:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 55: dormouse.node.v1.Journal.mark:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 56: dormouse.node.v1.Journal.complete:type_name -> dormouse.node.v1.CatalogPoint
+	39, // 57: dormouse.node.v1.Journal.entries:type_name -> dormouse.node.v1.JournalEntry
+	39, // 58: dormouse.node.v1.ReadJournalResponse.entries:type_name -> dormouse.node.v1.JournalEntry
+	55, // 59: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	66, // 60: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	64, // 61: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	36, // 62: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 63: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	37, // 64: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	45, // 65: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	46, // 66: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	42, // 67: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
+	61, // 68: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	49, // 69: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	49, // 70: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	68, // 71: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	48, // 72: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	50, // 73: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	51, // 74: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	41, // 75: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
+	1,  // 76: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 77: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,  // 78: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10, // 79: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13, // 80: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15, // 81: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17, // 82: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19, // 83: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	21, // 84: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	23, // 85: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	26, // 86: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	28, // 87: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	30, // 88: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	32, // 89: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
+	34, // 90: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	43, // 91: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
+	47, // 92: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 93: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,  // 94: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,  // 95: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11, // 96: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14, // 97: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16, // 98: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18, // 99: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20, // 100: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	22, // 101: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	24, // 102: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	27, // 103: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	29, // 104: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	31, // 105: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	33, // 106: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
+	35, // 107: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	44, // 108: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
+	52, // 109: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	93, // [93:110] is the sub-list for method output_type
+	76, // [76:93] is the sub-list for method input_type
+	76, // [76:76] is the sub-list for extension type_name
+	76, // [76:76] is the sub-list for extension extendee
+	0,  // [0:76] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -3374,15 +4046,17 @@ func file_dormouse_node_v1_node_proto_init() {
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[40].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[47].OneofWrappers = []any{
 		(*SessionRequest_Hello)(nil),
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
+		(*SessionRequest_JournalAck)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[45].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[52].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
+		(*SessionResponse_Journal)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -3390,7 +4064,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   49,
+			NumMessages:   56,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -34,6 +34,7 @@ const (
 	AgentService_RemoveImage_FullMethodName       = "/dormouse.node.v1.AgentService/RemoveImage"
 	AgentService_GetSandboxNetwork_FullMethodName = "/dormouse.node.v1.AgentService/GetSandboxNetwork"
 	AgentService_GetInventory_FullMethodName      = "/dormouse.node.v1.AgentService/GetInventory"
+	AgentService_ReadJournal_FullMethodName       = "/dormouse.node.v1.AgentService/ReadJournal"
 )
 
 // AgentServiceClient is the client API for AgentService service.
@@ -77,6 +78,8 @@ type AgentServiceClient interface {
 	GetSandboxNetwork(ctx context.Context, in *GetSandboxNetworkRequest, opts ...grpc.CallOption) (*GetSandboxNetworkResponse, error)
 	// GetInventory tells all that the node holds, from its records.
 	GetInventory(ctx context.Context, in *GetInventoryRequest, opts ...grpc.CallOption) (*GetInventoryResponse, error)
+	// ReadJournal gives what the node keeps of the catalog, in order of key: a page of bounded size.
+	ReadJournal(ctx context.Context, in *ReadJournalRequest, opts ...grpc.CallOption) (*ReadJournalResponse, error)
 }
 
 type agentServiceClient struct {
@@ -246,6 +249,16 @@ func (c *agentServiceClient) GetInventory(ctx context.Context, in *GetInventoryR
 	return out, nil
 }
 
+func (c *agentServiceClient) ReadJournal(ctx context.Context, in *ReadJournalRequest, opts ...grpc.CallOption) (*ReadJournalResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReadJournalResponse)
+	err := c.cc.Invoke(ctx, AgentService_ReadJournal_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // AgentServiceServer is the server API for AgentService service.
 // All implementations must embed UnimplementedAgentServiceServer
 // for forward compatibility.
@@ -287,6 +300,8 @@ type AgentServiceServer interface {
 	GetSandboxNetwork(context.Context, *GetSandboxNetworkRequest) (*GetSandboxNetworkResponse, error)
 	// GetInventory tells all that the node holds, from its records.
 	GetInventory(context.Context, *GetInventoryRequest) (*GetInventoryResponse, error)
+	// ReadJournal gives what the node keeps of the catalog, in order of key: a page of bounded size.
+	ReadJournal(context.Context, *ReadJournalRequest) (*ReadJournalResponse, error)
 	mustEmbedUnimplementedAgentServiceServer()
 }
 
@@ -341,6 +356,9 @@ func (UnimplementedAgentServiceServer) GetSandboxNetwork(context.Context, *GetSa
 }
 func (UnimplementedAgentServiceServer) GetInventory(context.Context, *GetInventoryRequest) (*GetInventoryResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetInventory not implemented")
+}
+func (UnimplementedAgentServiceServer) ReadJournal(context.Context, *ReadJournalRequest) (*ReadJournalResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReadJournal not implemented")
 }
 func (UnimplementedAgentServiceServer) mustEmbedUnimplementedAgentServiceServer() {}
 func (UnimplementedAgentServiceServer) testEmbeddedByValue()                      {}
@@ -626,6 +644,24 @@ func _AgentService_GetInventory_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AgentService_ReadJournal_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReadJournalRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).ReadJournal(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_ReadJournal_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).ReadJournal(ctx, req.(*ReadJournalRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // AgentService_ServiceDesc is the grpc.ServiceDesc for AgentService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -688,6 +724,10 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetInventory",
 			Handler:    _AgentService_GetInventory_Handler,
+		},
+		{
+			MethodName: "ReadJournal",
+			Handler:    _AgentService_ReadJournal_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

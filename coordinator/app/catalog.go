@@ -1,0 +1,223 @@
+package app
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/api"
+	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+)
+
+// reign is the term in force, for what runs beside it.
+type reign struct {
+	epoch     fence.Epoch
+	suspended bool
+	end       context.CancelCauseFunc
+}
+
+// heal serves a term in which the catalog is suspended: nodes may open sessions, so that their journals can be read, and
+// nothing is written but the repair. It ends when the catalog is in service again.
+func (a *App) heal(ctx context.Context, epoch fence.Epoch, why catalog.Suspension) error {
+	if err := a.registry.Lead(ctx); err != nil {
+		return fmt.Errorf("read the nodes: %w", err)
+	}
+	a.suspended.Store(&why)
+	a.metrics.suspended.Set(1)
+	defer func() {
+		a.suspended.Store(nil)
+		a.metrics.suspended.Set(0)
+	}()
+	a.registry.Accept(ctx, epoch, nothing{}, nil)
+	said := ""
+	for ctx.Err() == nil {
+		changed := a.registry.Changed()
+		_, err := a.repair(ctx, false)
+		if err == nil {
+			a.registry.Resign(errs.New(errs.NoLeader, "the catalog is in service again; dial again"))
+			return errs.New(errs.NoLeader, "the catalog was repaired; leading anew")
+		}
+		if text := err.Error(); text != said && ctx.Err() == nil {
+			said = text
+			a.log.Error("the catalog stays suspended", "reason", err)
+		}
+		timer := time.NewTimer(a.cfg.Lease.TTL / 6)
+		select {
+		case <-timer.C:
+		case <-changed:
+		case <-ctx.Done():
+		}
+		timer.Stop()
+	}
+	a.registry.Resign(context.Cause(ctx))
+	return context.Cause(ctx)
+}
+
+// repair rebuilds a suspended catalog from the nodes' journals and takes it into service, if that loses nothing or
+// if the caller accepts it. Found is given in any case.
+func (a *App) repair(ctx context.Context, acceptLoss bool) (found []repair.Finding, err error) {
+	a.repairing.Lock()
+	defer a.repairing.Unlock()
+	t := a.inForce.Load()
+	if t == nil {
+		return nil, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+	}
+	st, err := a.store.Status(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if st.Suspended == nil {
+		return nil, nil // repaired already
+	}
+	if !t.suspended {
+		return nil, errs.New(errs.NoLeader, "the coordinator is about to lead anew, to repair the catalog; ask again")
+	}
+	survey, err := a.repairer().Survey(ctx, a.knownNodes())
+	if err != nil {
+		return nil, err
+	}
+	if doubts := a.doubts(st.Suspended.Witness, survey); len(doubts) > 0 && !acceptLoss {
+		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; bring those nodes back, or go on without with \"dormouse admin catalog repair --accept-loss\"",
+			strings.Join(doubts, "; "))
+	}
+	if err := a.repairer().Repair(ctx, t.epoch, survey); err != nil {
+		return survey.Findings, err
+	}
+	left := slices.ContainsFunc(survey.Findings, func(f repair.Finding) bool { return !f.Repaired && f.Difference != repair.Unknown })
+	if left && !acceptLoss {
+		return survey.Findings, errs.New(errs.CatalogRewound, "some of what the catalog lost could not be put back; look at it with \"dormouse admin catalog verify\", then go on without with \"dormouse admin catalog repair --accept-loss\"")
+	}
+	fault.At("catalog.resume.before")
+	if err := a.store.Resume(ctx, t.epoch); err != nil {
+		return survey.Findings, err
+	}
+	fault.At("catalog.resume.after")
+	a.metrics.repairs.Inc()
+	a.log.Warn("the catalog is in service again", "differences", len(survey.Findings), "journal_entries", survey.Entries)
+	return survey.Findings, nil
+}
+
+// doubts are the reasons why more may be lost than the journals tell. The witness is the highest point that is known to
+// be lost: each node must have all that concerned it up to there.
+func (a *App) doubts(witness catalog.Point, s *repair.Survey) []string {
+	var all []string
+	if a.nodesSeen.Load() == nil {
+		all = append(all, "this coordinator has not led before and does not know which nodes there were")
+	}
+	for _, name := range s.Away {
+		all = append(all, fmt.Sprintf("node %s is away", name))
+	}
+	for _, v := range a.registry.Views() {
+		switch {
+		case slices.Contains(s.Away, v.Name):
+		case v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq:
+			all = append(all, fmt.Sprintf("the journal of node %s reaches to commit %d, not %d", v.Name, v.Journal.Seq, witness.Seq))
+		}
+	}
+	if witness.IsZero() {
+		all = append(all, "nobody knows how far it was")
+	}
+	if len(all) > 10 {
+		all = append(all[:10], fmt.Sprintf("and %d more", len(all)-10))
+	}
+	return all
+}
+
+func (a *App) repairer() *repair.Repairer {
+	return &repair.Repairer{Store: a.store, Nodes: a.pool, Log: a.log}
+}
+
+// knownNodes are those of the catalog, those that came by themselves, and those that this process knew before: a catalog that
+// came back older may have forgotten some.
+func (a *App) knownNodes() []repair.Node {
+	online := make(map[string]bool)
+	if seen := a.nodesSeen.Load(); seen != nil {
+		for name := range *seen {
+			online[name] = false
+		}
+	}
+	for _, v := range a.registry.Views() {
+		online[v.Name] = v.Online
+	}
+	var all []repair.Node
+	for _, name := range slices.Sorted(maps.Keys(online)) {
+		all = append(all, repair.Node{Name: name, Online: online[name]})
+	}
+	return all
+}
+
+// keeper answers what operators ask of the catalog.
+type keeper struct{ *App }
+
+var _ api.Catalog = keeper{}
+
+// Status implements api.Catalog.
+func (k keeper) Status(ctx context.Context) (api.CatalogStatus, error) {
+	st, err := k.store.Status(ctx)
+	if err != nil {
+		return api.CatalogStatus{}, err
+	}
+	h, err := k.store.History(ctx)
+	if err != nil {
+		return api.CatalogStatus{}, err
+	}
+	if k.inForce.Load() == nil {
+		return api.CatalogStatus{}, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+	}
+	q := k.queue.Load()
+	return api.CatalogStatus{Status: st, Head: h.Head, Waiting: q.Waiting, Queued: q.Queued, Unknown: q.Unknown, Nodes: k.registry.Views()}, nil
+}
+
+// Repair implements api.Catalog.
+func (k keeper) Repair(ctx context.Context, acceptLoss bool) ([]repair.Finding, error) {
+	return k.repair(ctx, acceptLoss)
+}
+
+// Compact implements api.Catalog.
+func (k keeper) Compact(ctx context.Context) (int, error) {
+	if k.inForce.Load() == nil {
+		return 0, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+	}
+	total := 0
+	for ctx.Err() == nil {
+		n, err := k.store.Compact(ctx, catalog.MaxPage)
+		if total += n; err != nil || n < catalog.MaxPage {
+			return total, err
+		}
+	}
+	return total, ctx.Err()
+}
+
+// Verify implements api.Catalog.
+func (k keeper) Verify(ctx context.Context, found func(repair.Finding) error) (records int, err error) {
+	if k.inForce.Load() == nil {
+		return 0, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+	}
+	survey, err := k.repairer().Survey(ctx, k.knownNodes())
+	if err != nil {
+		return 0, err
+	}
+	for _, f := range survey.Findings {
+		if err := found(f); err != nil {
+			return 0, err
+		}
+	}
+	for _, n := range k.knownNodes() {
+		if slices.Contains(survey.Away, n.Name) {
+			continue
+		}
+		seen, err := k.repairer().Verify(ctx, n.Name, found)
+		if err != nil {
+			return records, err
+		}
+		records += seen
+	}
+	return records, nil
+}

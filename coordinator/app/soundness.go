@@ -1,0 +1,161 @@
+package app
+
+import (
+	"context"
+	"time"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+)
+
+// What a coordinator concluded from the catalog holds for the server that it read it from.
+//
+//	proven     the view is what the server has: read since it was met, or shown to hold on since
+//	unproven   another server process was met: no new request is taken until the view is proven, or the term ends
+//	suspended  the catalog lost what it had acknowledged: the leader lets nodes in, for their journals, and nothing else
+//
+// The proof: the history has all that this coordinator has seen, its epoch is still the one in force, so that nobody else
+// can have committed, and no third server was met meanwhile. A header that can be read proves nothing.
+
+// sound tells why the catalog is suspended, which it sees to if it does not have what this coordinator has seen of it.
+func (a *App) sound(ctx context.Context, epoch fence.Epoch) (*catalog.Suspension, error) {
+	seen := a.store.Seen()
+	relation, err := a.store.Compare(ctx, seen)
+	if err != nil {
+		return nil, err
+	}
+	if relation == catalog.Lost {
+		if err := a.suspend(ctx, epoch, a.cfg.Holder, seen); err != nil {
+			return nil, err
+		}
+	}
+	st, err := a.store.Status(ctx)
+	return st.Suspended, err
+}
+
+func (a *App) suspend(ctx context.Context, epoch fence.Epoch, by string, lost catalog.Point) error {
+	a.log.Error("the catalog does not have what it acknowledged; it takes no writes until it is repaired", "found_by", by,
+		"incarnation", lost.Incarnation, "seq", lost.Seq, "digest", lost.Digest)
+	fault.At("catalog.suspend.before")
+	err := a.store.Suspend(ctx, epoch, catalog.Suspension{By: by, Witness: lost})
+	fault.At("catalog.suspend.after")
+	return err
+}
+
+// witness is told what a node has seen of the catalog.
+func (a *App) witness(ctx context.Context, node string, seen ...catalog.Point) error {
+	t := a.inForce.Load()
+	if t == nil {
+		return errs.New(errs.NoLeader, "this coordinator does not lead now; dial again")
+	}
+	lost := false
+	for _, p := range seen {
+		relation, err := a.store.Compare(ctx, p)
+		if err != nil {
+			return err
+		}
+		if relation != catalog.Lost {
+			continue
+		}
+		lost = true
+		if err := a.suspend(ctx, t.epoch, node, p); err != nil {
+			return err
+		}
+	}
+	if lost && !t.suspended {
+		err := catalog.Refusal(errs.CatalogRewound)
+		t.end(err)
+		return err
+	}
+	return nil
+}
+
+// prove waits for other servers and proves the view anew, or ends the term.
+func (a *App) prove(ctx context.Context, epoch fence.Epoch, replaced <-chan struct{}, end context.CancelCauseFunc) {
+	defer a.unproven.Store(false)
+	for {
+		select {
+		case <-replaced:
+		case <-ctx.Done():
+			return
+		}
+		a.unproven.Store(true)
+		var generation uint64
+		generation, replaced = a.store.Generation()
+		a.log.Warn("the catalog's server is another process; proving that it has all that was seen", "generation", generation)
+		a.metrics.generations.Inc()
+		for err := a.proof(ctx, epoch); err != nil; err = a.proof(ctx, epoch) {
+			if ctx.Err() != nil {
+				return
+			}
+			if !errs.Has(err, errs.StoreUnavailable) && !errs.Has(err, errs.DeadlineExpired) {
+				end(err)
+				return
+			}
+			pause(ctx, a.cfg.Lease.TTL/60)
+		}
+		if now, _ := a.store.Generation(); now == generation {
+			a.unproven.Store(false)
+			a.log.Info("the catalog's server has all that was seen", "generation", generation)
+		}
+	}
+}
+
+func (a *App) proof(ctx context.Context, epoch fence.Epoch) error {
+	lease, err := a.store.Leader(ctx)
+	if err != nil {
+		return err
+	}
+	if lease.Epoch != epoch {
+		return errs.New(errs.NoLeader, "the catalog's server came back with epoch %d in force, not %d", lease.Epoch, epoch)
+	}
+	relation, err := a.store.Compare(ctx, a.store.Seen())
+	if err != nil {
+		return err
+	}
+	if relation != catalog.Part {
+		return catalog.Refusal(errs.CatalogRewound)
+	}
+	return nil
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// nothing is what is done with what nodes tell while the catalog is suspended. They tell it again.
+type nothing struct{}
+
+func (nothing) Observe(context.Context, string, operations.Observation) error {
+	return catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) Lost(context.Context, string, fence.Epoch, string, string, uint64) error {
+	return catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) Placements(context.Context, string) ([]*records.Sandbox, error) {
+	return nil, catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) Orphaned(context.Context, catalog.Key) (bool, error) {
+	return false, catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) DropOrphan(context.Context, string, catalog.Key) (fence.Epoch, error) {
+	return 0, catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) Placed(string) placement.Resources { return placement.Resources{} }
+
+func (nothing) Used(string, []operations.Use) {}

@@ -1,0 +1,136 @@
+package api
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+
+	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
+	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// CatalogStatus is what is known of the catalog.
+type CatalogStatus struct {
+	catalog.Status
+	Head                     catalog.Point
+	Waiting, Queued, Unknown int64
+	Nodes                    []sessions.View
+}
+
+// Catalog looks after the catalog. All of it is the leader's.
+type Catalog interface {
+	Status(ctx context.Context) (CatalogStatus, error)
+	Verify(ctx context.Context, found func(repair.Finding) error) (records int, err error)
+	Repair(ctx context.Context, acceptLoss bool) ([]repair.Finding, error)
+	Compact(ctx context.Context) (int, error)
+}
+
+// maxFindings bounds one message.
+const maxFindings = 200
+
+type catalogService struct {
+	dormousev1.UnimplementedCatalogServiceServer
+	*Server
+}
+
+func pointToProto(p catalog.Point) *dormousev1.HistoryPoint {
+	if p.IsZero() {
+		return nil
+	}
+	return &dormousev1.HistoryPoint{Incarnation: p.Incarnation, Seq: p.Seq, Digest: p.Digest}
+}
+
+func (s catalogService) status(ctx context.Context) (*dormousev1.CatalogStatus, error) {
+	st, err := s.cfg.Catalog.Status(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := &dormousev1.CatalogStatus{Server: st.Server, Durability: st.Durability, Head: pointToProto(st.Head), CoordinatorEpoch: uint64(st.Epoch),
+		Tombstones: int64(st.Tombstones), Waiting: st.Waiting, Queued: st.Queued, Unknown: st.Unknown}
+	if why := st.Suspended; why != nil {
+		out.Suspended = &dormousev1.CatalogSuspension{Since: timeToProto(why.Since), FoundBy: why.By, Witness: pointToProto(why.Witness)}
+	}
+	for _, n := range st.Nodes {
+		out.Journals = append(out.Journals, &dormousev1.NodeJournal{Node: n.Name, Online: n.Online, Point: pointToProto(n.Journal)})
+	}
+	return out, nil
+}
+
+// GetCatalogStatus implements CatalogService.
+func (s catalogService) GetCatalogStatus(ctx context.Context, _ *dormousev1.GetCatalogStatusRequest) (*dormousev1.GetCatalogStatusResponse, error) {
+	if _, err := auth.Operator(ctx); err != nil {
+		return nil, err
+	}
+	st, err := s.status(ctx)
+	return &dormousev1.GetCatalogStatusResponse{Catalog: st}, err
+}
+
+var differences = map[repair.Difference]dormousev1.CatalogDifference{
+	repair.Lost:       dormousev1.CatalogDifference_CATALOG_DIFFERENCE_LOST,
+	repair.Older:      dormousev1.CatalogDifference_CATALOG_DIFFERENCE_OLDER,
+	repair.Undeleted:  dormousev1.CatalogDifference_CATALOG_DIFFERENCE_UNDELETED,
+	repair.Unrecorded: dormousev1.CatalogDifference_CATALOG_DIFFERENCE_UNRECORDED,
+	repair.Missing:    dormousev1.CatalogDifference_CATALOG_DIFFERENCE_MISSING,
+	repair.Unknown:    dormousev1.CatalogDifference_CATALOG_DIFFERENCE_UNKNOWN,
+}
+
+func findingToProto(f repair.Finding) *dormousev1.CatalogFinding {
+	return &dormousev1.CatalogFinding{Difference: differences[f.Difference], Tenant: f.Key.Tenant, Kind: string(f.Key.Kind), Uid: f.Key.UID, Name: f.Name,
+		Node: f.Node, CatalogRevision: f.Catalog, JournalRevision: f.Journal, Repaired: f.Repaired, Message: f.Message}
+}
+
+// VerifyCatalog implements CatalogService.
+func (s catalogService) VerifyCatalog(_ *dormousev1.VerifyCatalogRequest, stream grpc.ServerStreamingServer[dormousev1.VerifyCatalogResponse]) error {
+	ctx := stream.Context()
+	if _, err := auth.Operator(ctx); err != nil {
+		return err
+	}
+	msg := new(dormousev1.VerifyCatalogResponse)
+	records, err := s.cfg.Catalog.Verify(ctx, func(f repair.Finding) error {
+		msg.Findings = append(msg.Findings, findingToProto(f))
+		if len(msg.GetFindings()) < maxFindings {
+			return nil
+		}
+		full := msg
+		msg = new(dormousev1.VerifyCatalogResponse)
+		return stream.Send(full)
+	})
+	if err != nil {
+		return err
+	}
+	if len(msg.GetFindings()) > 0 {
+		if err := stream.Send(msg); err != nil {
+			return err
+		}
+	}
+	return stream.Send(&dormousev1.VerifyCatalogResponse{Done: true, Records: int64(records)})
+}
+
+// RepairCatalog implements CatalogService.
+func (s catalogService) RepairCatalog(ctx context.Context, req *dormousev1.RepairCatalogRequest) (*dormousev1.RepairCatalogResponse, error) {
+	if _, err := auth.Operator(ctx); err != nil {
+		return nil, err
+	}
+	found, err := s.cfg.Catalog.Repair(ctx, req.GetAcceptLoss())
+	if err != nil {
+		return nil, err
+	}
+	resp := &dormousev1.RepairCatalogResponse{Total: int64(len(found))}
+	for _, f := range found[:min(len(found), maxFindings)] {
+		resp.Findings = append(resp.Findings, findingToProto(f))
+	}
+	resp.Catalog, err = s.status(ctx)
+	return resp, err
+}
+
+// CompactCatalog implements CatalogService.
+func (s catalogService) CompactCatalog(ctx context.Context, _ *dormousev1.CompactCatalogRequest) (*dormousev1.CompactCatalogResponse, error) {
+	if _, err := auth.Operator(ctx); err != nil {
+		return nil, err
+	}
+	n, err := s.cfg.Catalog.Compact(ctx)
+	return &dormousev1.CompactCatalogResponse{Forgotten: int64(n)}, err
+}

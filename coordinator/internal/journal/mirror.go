@@ -1,0 +1,438 @@
+package journal
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+)
+
+// Kinds are those whose records are kept by the nodes that they concern.
+var Kinds = []catalog.Kind{catalog.KindNode, catalog.KindVolume, catalog.KindSnapshot, catalog.KindSandbox, catalog.KindOperation}
+
+// Catalog is what a mirror reads.
+type Catalog interface {
+	catalog.Reader
+	History(ctx context.Context) (catalog.History, error)
+	Compare(ctx context.Context, p catalog.Point) (catalog.Relation, error)
+	Changes(ctx context.Context, after uint64, limit int, block time.Duration) ([]catalog.Change, error)
+}
+
+// Options of a mirror.
+type Options struct {
+	Catalog Catalog
+	Log     *slog.Logger
+	// OnLost is told of a point that the log was followed to and that the catalog does not have any more.
+	OnLost func(catalog.Point)
+	// Pause is how long changes are gathered before they are sent; 250 ms if zero.
+	Pause time.Duration
+	// Idle is how often a node learns how far the catalog is though nothing of its own changed; 2 s if zero.
+	Idle time.Duration
+}
+
+// Mirror follows the change log for all feeds. Run is its goroutine.
+type Mirror struct {
+	o Options
+
+	mu    sync.Mutex
+	feeds map[*Feed]struct{}
+	at    catalog.Point // how far the log was followed; zero at first and after a gap
+	moved chan struct{} // closed and replaced when at moves
+}
+
+// New makes a mirror.
+func New(o Options) *Mirror {
+	if o.Pause <= 0 {
+		o.Pause = 250 * time.Millisecond
+	}
+	if o.Idle <= 0 {
+		o.Idle = 2 * time.Second
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return &Mirror{o: o, feeds: make(map[*Feed]struct{}), moved: make(chan struct{})}
+}
+
+// Run follows the log until ctx ends.
+func (m *Mirror) Run(ctx context.Context) {
+	for ctx.Err() == nil {
+		at, err := m.follow(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		// What nodes have is not given up for what a store says that came back older.
+		switch relation, err := m.o.Catalog.Compare(ctx, at); {
+		case err != nil:
+			nap(ctx, m.o.Pause)
+			continue
+		case relation == catalog.Lost:
+			m.o.OnLost(at)
+			return
+		}
+		m.lose()
+		m.o.Log.Warn("the change log is followed anew; nodes get all that concerns them", "reason", err)
+		nap(ctx, m.o.Pause)
+	}
+}
+
+// follow hands on what changes, from now on, until the log has a gap or cannot be read.
+func (m *Mirror) follow(ctx context.Context) (at catalog.Point, err error) {
+	h, err := m.o.Catalog.History(ctx)
+	if err != nil {
+		return at, err
+	}
+	at = h.Head
+	m.advance(at, nil)
+	for {
+		changes, err := m.o.Catalog.Changes(ctx, at.Seq, catalog.MaxPage, time.Second)
+		switch {
+		case errs.Has(err, errs.ResumeTooOld):
+			return at, err
+		case err != nil:
+			if ctx.Err() != nil {
+				return at, ctx.Err()
+			}
+			m.o.Log.Warn("the change log cannot be read; trying again", "error", err)
+			nap(ctx, m.o.Pause)
+			continue
+		case len(changes) == 0:
+			continue
+		}
+		last := changes[len(changes)-1]
+		at.Seq, at.Digest = last.Seq, last.Digest
+		m.advance(at, changes)
+	}
+}
+
+func nap(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// advance gives each feed the changes that concern its node.
+func (m *Mirror) advance(at catalog.Point, changes []catalog.Change) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.at = at
+	close(m.moved)
+	m.moved = make(chan struct{})
+	for _, c := range changes {
+		for _, item := range c.Items {
+			if item.Node == "" {
+				continue
+			}
+			for f := range m.feeds {
+				if f.node == item.Node {
+					f.note(item, c.Seq)
+				}
+			}
+		}
+	}
+}
+
+// lose makes every feed begin with the whole again.
+func (m *Mirror) lose() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.at = catalog.Point{}
+	for f := range m.feeds {
+		f.gap()
+	}
+}
+
+// place gives how far the log was followed, and a channel that is closed when it was followed further.
+func (m *Mirror) place() (catalog.Point, <-chan struct{}) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.at, m.moved
+}
+
+// reached waits until the log was followed up to the sequence, and gives the point.
+func (m *Mirror) reached(ctx context.Context, seq uint64) (catalog.Point, error) {
+	for {
+		at, moved := m.place()
+		if !at.IsZero() && at.Seq >= seq {
+			return at, nil
+		}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			return catalog.Point{}, ctx.Err()
+		}
+	}
+}
+
+// change is what the log said last of a record.
+type change struct {
+	item catalog.ChangedRecord
+	seq  uint64
+}
+
+// Feed brings one session's node up to date. Its Run is the session's.
+type Feed struct {
+	m    *Mirror
+	node string
+	send func(*nodev1.Journal) error
+	acks chan uint64
+
+	mu      sync.Mutex
+	pending map[catalog.Key]change
+	whole   bool
+	news    chan struct{} // has a value when there is something to do
+	next    uint64
+	// complete is what the message on its way completes; zero if none.
+	complete catalog.Point
+}
+
+// Feed makes the feed of a session whose node has a journal up to a point.
+func (m *Mirror) Feed(node string, send func(*nodev1.Journal) error) *Feed {
+	return &Feed{m: m, node: node, send: send, acks: make(chan uint64, 4), pending: make(map[catalog.Key]change), news: make(chan struct{}, 1)}
+}
+
+// Acked takes the node's acknowledgement, and gives how far its journal reaches now, if that is news. It never waits: a node that
+// acknowledges what it was not sent is not heard.
+func (f *Feed) Acked(id uint64) (complete catalog.Point) {
+	f.mu.Lock()
+	if id == f.next {
+		complete = f.complete
+	}
+	f.mu.Unlock()
+	select {
+	case f.acks <- id:
+	default:
+	}
+	return complete
+}
+
+func (f *Feed) note(item catalog.ChangedRecord, seq uint64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.pending[item.Key] = change{item, seq}
+	f.wake()
+}
+
+func (f *Feed) gap() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.whole = true
+	f.wake()
+}
+
+func (f *Feed) wake() {
+	select {
+	case f.news <- struct{}{}:
+	default:
+	}
+}
+
+// Run feeds the node, whose journal reaches to the point, until ctx ends or the node cannot be sent to.
+func (f *Feed) Run(ctx context.Context, has catalog.Point) error {
+	f.m.mu.Lock()
+	f.m.feeds[f] = struct{}{}
+	f.m.mu.Unlock()
+	defer func() {
+		f.m.mu.Lock()
+		delete(f.m.feeds, f)
+		f.m.mu.Unlock()
+	}()
+	if err := f.begin(ctx, has); err != nil {
+		return err
+	}
+	idle := time.NewTicker(f.m.o.Idle)
+	defer idle.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-f.news:
+			nap(ctx, f.m.o.Pause)
+		case <-idle.C:
+		}
+		if err := f.flush(ctx, &has); err != nil {
+			if ctx.Err() != nil || errs.Has(err, errs.NodeAway) {
+				return err
+			}
+			f.m.o.Log.Warn("a node's journal is behind; trying again", "node", f.node, "error", err)
+			f.wake()
+			nap(ctx, f.m.o.Pause)
+		}
+	}
+}
+
+// begin decides how: by the tail, of which it notes what the log has since the point, or by the whole.
+func (f *Feed) begin(ctx context.Context, has catalog.Point) error {
+	at, err := f.m.reached(ctx, 0) // what comes after is noted, since the feed is known
+	if err != nil {
+		return err
+	}
+	if relation, err := f.m.o.Catalog.Compare(ctx, has); err != nil || relation != catalog.Part || has.IsZero() || has.Incarnation != at.Incarnation {
+		f.gap()
+		return nil
+	}
+	for after := has.Seq; after < at.Seq; {
+		changes, err := f.m.o.Catalog.Changes(ctx, after, catalog.MaxPage, 0)
+		if err != nil || len(changes) == 0 {
+			f.gap()
+			return nil
+		}
+		for _, c := range changes {
+			for _, item := range c.Items {
+				if item.Node == f.node {
+					f.older(item, c.Seq)
+				}
+			}
+			after = c.Seq
+		}
+	}
+	return nil
+}
+
+// older notes what the log said, unless it has said something newer.
+func (f *Feed) older(item catalog.ChangedRecord, seq uint64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.pending[item.Key].seq < seq {
+		f.pending[item.Key] = change{item, seq}
+		f.wake()
+	}
+}
+
+// flush sends what there is to send. What could not be sent is noted again.
+func (f *Feed) flush(ctx context.Context, has *catalog.Point) error {
+	f.m.mu.Lock()
+	at := f.m.at // all that concerns the node up to here is in what is taken now
+	f.mu.Lock()
+	pending, whole := f.pending, f.whole
+	f.pending, f.whole = make(map[catalog.Key]change), false
+	f.mu.Unlock()
+	f.m.mu.Unlock()
+	var err error
+	if whole {
+		err = f.sendWhole(ctx, at)
+	} else {
+		err = f.sendChanges(ctx, pending, at, *has)
+	}
+	if err == nil {
+		*has = at
+		return nil
+	}
+	f.mu.Lock()
+	f.whole = f.whole || whole
+	f.mu.Unlock()
+	for _, c := range pending {
+		f.older(c.item, c.seq)
+	}
+	return err
+}
+
+// sendChanges reads the records anew: what the node gets is what they are now, not what they were.
+func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, at, has catalog.Point) error {
+	if at.IsZero() || len(pending) == 0 && at == has {
+		return nil
+	}
+	keys := slices.Collect(maps.Keys(pending))
+	for {
+		n := min(len(keys), pageSize)
+		msg := new(nodev1.Journal)
+		var seq uint64
+		if n > 0 {
+			found, err := f.m.o.Catalog.GetMany(ctx, keys[:n])
+			if err != nil {
+				return err
+			}
+			for _, k := range keys[:n] {
+				c := pending[k]
+				if r, ok := found[k]; ok {
+					msg.Entries, seq = append(msg.Entries, living(r)), max(seq, r.Seq)
+				} else if c.item.Deleted {
+					msg.Entries, seq = append(msg.Entries, deleted(c.item, c.seq)), max(seq, c.seq)
+				} // else it was deleted since, which the log says, too
+			}
+		}
+		if keys = keys[n:]; len(keys) == 0 {
+			msg.Complete = PointToProto(at)
+		}
+		if err := f.deliver(ctx, msg, max(seq, at.Seq)); err != nil || len(keys) == 0 {
+			return err
+		}
+	}
+}
+
+// pageSize bounds the records of one message; their bodies are mostly of a few KiB.
+const pageSize = 64
+
+// sendWhole sends every record that concerns the node.
+func (f *Feed) sendWhole(ctx context.Context, at catalog.Point) error {
+	if at.IsZero() {
+		return errs.New(errs.StoreUnavailable, "the change log is not followed yet")
+	}
+	begins := true
+	for i, kind := range Kinds {
+		q := catalog.Query{Kind: kind, Node: f.node, PageSize: pageSize}
+		for {
+			page, err := f.m.o.Catalog.List(ctx, q)
+			if err != nil {
+				return err
+			}
+			msg := &nodev1.Journal{WholeBegins: begins, WholeEnds: page.Next == "" && i == len(Kinds)-1}
+			if msg.GetWholeEnds() {
+				msg.Complete = PointToProto(at)
+			}
+			seq := at.Seq
+			for _, r := range page.Records {
+				msg.Entries, seq = append(msg.Entries, living(r)), max(seq, r.Seq)
+			}
+			if err := f.deliver(ctx, msg, seq); err != nil {
+				return err
+			}
+			begins = false
+			if q.After = page.Next; page.Next == "" {
+				break
+			}
+		}
+	}
+	return nil
+}
+
+// deliver sends a message with a point that has its entries, and waits until the node made it durable.
+func (f *Feed) deliver(ctx context.Context, msg *nodev1.Journal, seq uint64) error {
+	at, err := f.m.reached(ctx, seq)
+	if err != nil {
+		return err
+	}
+	f.mu.Lock()
+	f.next++
+	msg.Id, msg.Point, f.complete = f.next, PointToProto(at), PointOf(msg.GetComplete())
+	f.mu.Unlock()
+	h, err := f.m.o.Catalog.History(ctx)
+	if err != nil {
+		return err
+	}
+	if h.Mark.Incarnation == at.Incarnation && h.Mark.Seq <= at.Seq {
+		msg.Mark = PointToProto(h.Mark)
+	}
+	if err := f.send(msg); err != nil {
+		return errs.Wrap(err, errs.NodeAway, "node %s cannot be sent to", f.node).With("node", f.node)
+	}
+	for {
+		select {
+		case id := <-f.acks:
+			if id == msg.GetId() {
+				return nil
+			}
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}

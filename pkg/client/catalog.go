@@ -1,0 +1,61 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"io"
+	"iter"
+
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+// CatalogStatus tells how the catalog is: where its history stands, what waits, whether it takes writes. For operators.
+func (c *Client) CatalogStatus(ctx context.Context) (*dormousev1.CatalogStatus, error) {
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.GetCatalogStatusResponse, error) {
+		return c.catalog.GetCatalogStatus(ctx, &dormousev1.GetCatalogStatusRequest{})
+	})
+	return resp.GetCatalog(), err
+}
+
+// VerifyCatalog compares the catalog with what the nodes have and gives each difference. It changes nothing. For operators.
+func (c *Client) VerifyCatalog(ctx context.Context) iter.Seq2[*dormousev1.CatalogFinding, error] {
+	return func(yield func(*dormousev1.CatalogFinding, error) bool) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		stream, err := c.catalog.VerifyCatalog(ctx, &dormousev1.VerifyCatalogRequest{})
+		for err == nil {
+			var msg *dormousev1.VerifyCatalogResponse
+			if msg, err = stream.Recv(); err != nil {
+				if errors.Is(err, io.EOF) {
+					err = io.ErrUnexpectedEOF // the last message says so
+				}
+				break
+			}
+			for _, f := range msg.GetFindings() {
+				if !yield(f, nil) {
+					return
+				}
+			}
+			if msg.GetDone() {
+				return
+			}
+		}
+		yield(nil, err)
+	}
+}
+
+// RepairCatalog puts back into a suspended catalog what the nodes' journals have of what it lost. It is refused with
+// CATALOG_REWOUND while more may be lost than that, unless acceptLoss is set. Repeating it is harmless. For operators.
+func (c *Client) RepairCatalog(ctx context.Context, acceptLoss bool) (*dormousev1.RepairCatalogResponse, error) {
+	return retry(ctx, func(ctx context.Context) (*dormousev1.RepairCatalogResponse, error) {
+		return c.catalog.RepairCatalog(ctx, &dormousev1.RepairCatalogRequest{AcceptLoss: acceptLoss})
+	})
+}
+
+// CompactCatalog forgets the traces of what was deleted whose time is over, and says how many. For operators.
+func (c *Client) CompactCatalog(ctx context.Context) (int64, error) {
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.CompactCatalogResponse, error) {
+		return c.catalog.CompactCatalog(ctx, &dormousev1.CompactCatalogRequest{})
+	})
+	return resp.GetForgotten(), err
+}
