@@ -20,6 +20,7 @@ import (
 type reign struct {
 	epoch     fence.Epoch
 	suspended bool
+	began     time.Time
 	end       context.CancelCauseFunc
 }
 
@@ -39,7 +40,7 @@ func (a *App) heal(ctx context.Context, epoch fence.Epoch, why catalog.Suspensio
 	said := ""
 	for ctx.Err() == nil {
 		changed := a.registry.Changed()
-		_, err := a.repair(ctx, false)
+		_, err := a.repair(ctx, false, nil)
 		if err == nil {
 			a.registry.Resign(errs.New(errs.NoLeader, "the catalog is in service again; dial again"))
 			return errs.New(errs.NoLeader, "the catalog was repaired; leading anew")
@@ -60,9 +61,12 @@ func (a *App) heal(ctx context.Context, epoch fence.Epoch, why catalog.Suspensio
 	return context.Cause(ctx)
 }
 
-// repair rebuilds a suspended catalog from the nodes' journals and takes it into service, if that loses nothing or
-// if the caller accepts it. Found is given in any case.
-func (a *App) repair(ctx context.Context, acceptLoss bool) (found []repair.Finding, err error) {
+// returnTime is how long nodes may take to come to a coordinator that began to lead.
+const returnTime = 15 * time.Second
+
+// repair rebuilds a suspended catalog from the nodes' journals and takes it into service, if that loses nothing, or nothing but
+// what the caller accepts: what nobody knows, and what nodes know that the caller names. Found is given in any case.
+func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (found []repair.Finding, err error) {
 	a.repairing.Lock()
 	defer a.repairing.Unlock()
 	t := a.inForce.Load()
@@ -83,9 +87,16 @@ func (a *App) repair(ctx context.Context, acceptLoss bool) (found []repair.Findi
 	if err != nil {
 		return nil, err
 	}
+	away := slices.DeleteFunc(slices.Clone(survey.Away), func(name string) bool { return slices.Contains(without, name) })
+	if len(away) > 0 {
+		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: away are %s; bring these nodes back, or go on without what they know with \"dormouse admin catalog repair --without NODE\"",
+			strings.Join(away[:min(len(away), 10)], ", "))
+	}
 	if doubts := a.doubts(st.Suspended.Witness, survey); len(doubts) > 0 && !acceptLoss {
-		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; bring those nodes back, or go on without with \"dormouse admin catalog repair --accept-loss\"",
-			strings.Join(doubts, "; "))
+		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; go on without with \"dormouse admin catalog repair --accept-loss\"", strings.Join(doubts, "; "))
+	}
+	if left := returnTime - time.Since(t.began); left > 0 && a.nodesSeen.Load() == nil {
+		return survey.Findings, errs.New(errs.CatalogRewound, "this coordinator has just begun to lead, and nodes that it does not know may be on their way; ask again in %s", left.Round(time.Second))
 	}
 	if err := a.repairer().Repair(ctx, t.epoch, survey); err != nil {
 		return survey.Findings, err
@@ -111,13 +122,8 @@ func (a *App) doubts(witness catalog.Point, s *repair.Survey) []string {
 	if a.nodesSeen.Load() == nil {
 		all = append(all, "this coordinator has not led before and does not know which nodes there were")
 	}
-	for _, name := range s.Away {
-		all = append(all, fmt.Sprintf("node %s is away", name))
-	}
 	for _, v := range a.registry.Views() {
-		switch {
-		case slices.Contains(s.Away, v.Name):
-		case v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq:
+		if !slices.Contains(s.Away, v.Name) && (v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq) {
 			all = append(all, fmt.Sprintf("the journal of node %s reaches to commit %d, not %d", v.Name, v.Journal.Seq, witness.Seq))
 		}
 	}
@@ -176,8 +182,8 @@ func (k keeper) Status(ctx context.Context) (api.CatalogStatus, error) {
 }
 
 // Repair implements api.Catalog.
-func (k keeper) Repair(ctx context.Context, acceptLoss bool) ([]repair.Finding, error) {
-	return k.repair(ctx, acceptLoss)
+func (k keeper) Repair(ctx context.Context, acceptLoss bool, without []string) ([]repair.Finding, error) {
+	return k.repair(ctx, acceptLoss, without)
 }
 
 // Compact implements api.Catalog.

@@ -90,7 +90,7 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 	if err != nil {
 		return a.resign(cancel, epoch, fmt.Errorf("compare the catalog with what was seen of it: %w", err))
 	}
-	a.inForce.Store(&reign{epoch: epoch, suspended: why != nil, end: cancel})
+	a.inForce.Store(&reign{epoch: epoch, suspended: why != nil, began: time.Now(), end: cancel})
 	defer a.inForce.Store(nil)
 	if why != nil {
 		return a.resign(cancel, epoch, a.heal(ctx, epoch, *why))

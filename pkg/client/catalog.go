@@ -45,11 +45,10 @@ func (c *Client) VerifyCatalog(ctx context.Context) iter.Seq2[*dormousev1.Catalo
 }
 
 // RepairCatalog puts back into a suspended catalog what the nodes' journals have of what it lost. It is refused with
-// CATALOG_REWOUND while more may be lost than that, unless acceptLoss is set. Repeating it is harmless. For operators.
-func (c *Client) RepairCatalog(ctx context.Context, acceptLoss bool) (*dormousev1.RepairCatalogResponse, error) {
-	return retry(ctx, func(ctx context.Context) (*dormousev1.RepairCatalogResponse, error) {
-		return c.catalog.RepairCatalog(ctx, &dormousev1.RepairCatalogRequest{AcceptLoss: acceptLoss})
-	})
+// CATALOG_REWOUND while something may be lost for ever that the caller does not accept: acceptLoss is for what nobody knows, without
+// names nodes that are away. It is tried once: another coordinator may know of other losses. For operators.
+func (c *Client) RepairCatalog(ctx context.Context, acceptLoss bool, without ...string) (*dormousev1.RepairCatalogResponse, error) {
+	return c.catalog.RepairCatalog(ctx, &dormousev1.RepairCatalogRequest{AcceptLoss: acceptLoss, WithoutNodes: without})
 }
 
 // CompactCatalog forgets the traces of what was deleted whose time is over, and says how many. For operators.

@@ -67,6 +67,7 @@ func Agentd() []string {
 		after("command", "admit"),
 		around("command", "keep"),
 		after("session", "epoch"),
+		around("journal", "apply"),
 		// The start of agentd: what is recorded, against what is there.
 		around("recover", "images", "volumes", "artefacts", "reconcile"),
 		after("recover", "snapshot", "sandbox", "resume"),
@@ -80,6 +81,9 @@ func Coordinator() []string {
 		around("commit", "send"),
 		around("node", "start", "restore", "checkpoint", "pause", "resume", "hibernate", "update", "delete", "delete-snapshot", "delete-volume", "volume"),
 		around("operation", "drive"),
+		// A catalog that came back older: suspended, put right record by record, taken into service.
+		around("catalog", "suspend", "resume"),
+		around("repair", "commit"),
 		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
 	)
 }

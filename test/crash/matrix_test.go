@@ -75,6 +75,7 @@ func matrix() []row {
 	}
 	made := of("volume.record", "volume.stage", "volume.fill", "volume.meta", "volume.rename")
 	add(agentd, "create-volume", createVolume, made...)
+	add(agentd, "rewind", rewind, "journal.apply.before", "journal.apply.after")
 	add(agentd, "clone-volume", cloneVolume, made...)
 	add(agentd, "delete-volume", dropVolume, of("volume.trash", "volume.emptied", "volume.forget")...)
 	add(agentd, "pull", pull, of("image.pull", "image.stage", "image.build", "image.file", "image.record", "image.alias")...)
@@ -131,6 +132,10 @@ func coordinatorRows() []row {
 				all = append(all, row{name: v.name, daemon: coordinator, do: v.do, points: []string{fmt.Sprintf("commit.send.%s#%d", side, n+1)}, may: n > 0})
 			}
 		}
+	}
+	for _, p := range []string{"catalog.suspend.before", "catalog.suspend.after", "repair.commit.before", "repair.commit.after", "repair.commit.after#2",
+		"catalog.resume.before", "catalog.resume.after", "repair.commit.after+repair.commit.after"} {
+		all = append(all, row{name: "rewind", daemon: coordinator, do: rewind, points: strings.Split(p, "+")})
 	}
 	for _, p := range []string{"term.lead.after", "term.load.after"} {
 		all = append(all, row{name: "boot", daemon: coordinator, do: nothing, points: []string{p}, boot: true})

@@ -56,6 +56,8 @@ var elsewhere = map[string]string{
 	"agentd/internal/network.setSysctl":           "network.table.after network.link.after",
 	"agentd/internal/bundle.Install":              "start",
 	"agentd/internal/bundle.copyBundle":           "start",
+	"agentd/internal/journal.Open":                "start",
+	"agentd/internal/journal.open":                "start",
 	"agentd/internal/layers.clearStaging":         "recover.images.before recover.images.after",
 	"agentd/internal/layers.dropBadRecords":       "recover.images.before recover.images.after",
 	"agentd/internal/layers.recoverFiles":         "recover.images.before recover.images.after",

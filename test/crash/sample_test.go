@@ -34,7 +34,11 @@ func chosen[T fmt.Stringer](t *testing.T, all []T, sample int) []T {
 	switch {
 	case point != "":
 		want := regexp.MustCompile(point)
-		return slices.DeleteFunc(all, func(one T) bool { return !want.MatchString(one.String()) })
+		all = slices.DeleteFunc(all, func(one T) bool { return !want.MatchString(one.String()) })
+		if len(all) == 0 {
+			t.Fatalf("CRASH_POINT=%s matches nothing", point)
+		}
+		return all
 	case shard != "":
 		if _, err := fmt.Sscanf(shard, "%d/%d", &k, &n); err != nil || k < 1 || k > n {
 			t.Fatalf("CRASH_SHARD is %q, not 1/3 or the like", shard)

@@ -82,7 +82,7 @@ func TestC21CatalogComesBackOlder(t *testing.T) {
 		t.Errorf("a read: %v", err)
 	}
 	// What the node that is away has is not known.
-	_, err = dormousev1.NewCatalogServiceClient(w.raw(w.operatorKey())).RepairCatalog(w.ctx, &dormousev1.RepairCatalogRequest{})
+	_, err = dormousev1.NewCatalogServiceClient(w.raw(w.operatorKey())).RepairCatalog(w.ctx, &dormousev1.RepairCatalogRequest{AcceptLoss: true})
 	w.refused(err, errs.CatalogRewound)
 	w.ok(w.StartAgentdReady(w.ctx, away))
 	w.await("it is repaired by itself", func() error {

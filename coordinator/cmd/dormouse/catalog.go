@@ -27,9 +27,11 @@ func catalogCommands() *cli.Command {
 		{
 			Name: "repair", Usage: "put back what a suspended catalog lost, from the nodes' journals, and take it into service",
 			Description: "A catalog is suspended when its store came back without something that it had acknowledged. The coordinator repairs it\n" +
-				"by itself once every node is there and nothing else can be missing. --accept-loss goes on without what is not known:\n" +
-				"first look at what that is, with \"catalog status\" and \"catalog verify\".",
-			Flags: callFlags(false, &cli.BoolFlag{Name: "accept-loss", Usage: "go on although something may be lost for ever"}), Action: action(0, 0, repairCatalog),
+				"by itself once every node is there and nothing else can be missing. Otherwise it says what may be lost for ever: look at it with\n" +
+				"\"catalog status\" and \"catalog verify\" before you accept that.",
+			Flags: callFlags(false, &cli.BoolFlag{Name: "accept-loss", Usage: "go on although something may be lost that nobody knows"},
+				&cli.StringSliceFlag{Name: "without", Usage: "go on without what this node knows, which is away; may be repeated"}),
+			Action: action(0, 0, repairCatalog),
 		},
 		{
 			Name: "compact", Usage: "forget the traces of what was deleted long ago; the coordinator does so by itself now and then",
@@ -122,7 +124,7 @@ func verifyCatalog(c call) error {
 }
 
 func repairCatalog(c call) error {
-	resp, err := c.client.RepairCatalog(c.ctx, c.Bool("accept-loss"))
+	resp, err := c.client.RepairCatalog(c.ctx, c.Bool("accept-loss"), c.StringSlice("without")...)
 	if err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -24,7 +25,7 @@ type CatalogStatus struct {
 type Catalog interface {
 	Status(ctx context.Context) (CatalogStatus, error)
 	Verify(ctx context.Context, found func(repair.Finding) error) (records int, err error)
-	Repair(ctx context.Context, acceptLoss bool) ([]repair.Finding, error)
+	Repair(ctx context.Context, acceptLoss bool, without []string) ([]repair.Finding, error)
 	Compact(ctx context.Context) (int, error)
 }
 
@@ -114,7 +115,10 @@ func (s catalogService) RepairCatalog(ctx context.Context, req *dormousev1.Repai
 	if _, err := auth.Operator(ctx); err != nil {
 		return nil, err
 	}
-	found, err := s.cfg.Catalog.Repair(ctx, req.GetAcceptLoss())
+	if n := len(req.GetWithoutNodes()); n > catalog.MaxPage {
+		return nil, errs.New(errs.LimitExceeded, "without_nodes: %d names are over the limit of %d", n, catalog.MaxPage).With("field", "without_nodes")
+	}
+	found, err := s.cfg.Catalog.Repair(ctx, req.GetAcceptLoss(), req.GetWithoutNodes())
 	if err != nil {
 		return nil, err
 	}

@@ -90,7 +90,7 @@ func (*willing) Verify(_ context.Context, found func(repair.Finding) error) (int
 	return 1, found(repair.Finding{Difference: repair.Lost})
 }
 
-func (*willing) Repair(context.Context, bool) ([]repair.Finding, error) { return nil, nil }
+func (*willing) Repair(context.Context, bool, []string) ([]repair.Finding, error) { return nil, nil }
 
 func (*willing) Compact(context.Context) (int, error) { return 0, nil }
 

@@ -691,8 +691,10 @@ func (x *VerifyCatalogResponse) GetRecords() int64 {
 
 type RepairCatalogRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Go on although something may be lost that a node which is away, or nobody, knows.
-	AcceptLoss    bool `protobuf:"varint,1,opt,name=accept_loss,json=acceptLoss,proto3" json:"accept_loss,omitempty"`
+	// Go on although something may be lost that nobody knows. Nodes that are away are waited for all the same.
+	AcceptLoss bool `protobuf:"varint,1,opt,name=accept_loss,json=acceptLoss,proto3" json:"accept_loss,omitempty"`
+	// Go on without what these nodes know, which are away.
+	WithoutNodes  []string `protobuf:"bytes,2,rep,name=without_nodes,json=withoutNodes,proto3" json:"without_nodes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -732,6 +734,13 @@ func (x *RepairCatalogRequest) GetAcceptLoss() bool {
 		return x.AcceptLoss
 	}
 	return false
+}
+
+func (x *RepairCatalogRequest) GetWithoutNodes() []string {
+	if x != nil {
+		return x.WithoutNodes
+	}
+	return nil
 }
 
 type RepairCatalogResponse struct {
@@ -929,10 +938,11 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\x15VerifyCatalogResponse\x127\n" +
 	"\bfindings\x18\x01 \x03(\v2\x1b.dormouse.v1.CatalogFindingR\bfindings\x12\x12\n" +
 	"\x04done\x18\x02 \x01(\bR\x04done\x12\x18\n" +
-	"\arecords\x18\x03 \x01(\x03R\arecords\"7\n" +
+	"\arecords\x18\x03 \x01(\x03R\arecords\"\\\n" +
 	"\x14RepairCatalogRequest\x12\x1f\n" +
 	"\vaccept_loss\x18\x01 \x01(\bR\n" +
-	"acceptLoss\"\x9c\x01\n" +
+	"acceptLoss\x12#\n" +
+	"\rwithout_nodes\x18\x02 \x03(\tR\fwithoutNodes\"\x9c\x01\n" +
 	"\x15RepairCatalogResponse\x127\n" +
 	"\bfindings\x18\x01 \x03(\v2\x1b.dormouse.v1.CatalogFindingR\bfindings\x12\x14\n" +
 	"\x05total\x18\x02 \x01(\x03R\x05total\x124\n" +

@@ -35,8 +35,7 @@ type CatalogServiceClient interface {
 	// VerifyCatalog compares the catalog with the journals and the artefacts of the nodes that are online. It changes nothing.
 	VerifyCatalog(ctx context.Context, in *VerifyCatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyCatalogResponse], error)
 	// RepairCatalog puts back into a suspended catalog what the nodes' journals have of what it lost, and takes it into
-	// service again. Repeating it is harmless. Refused with CATALOG_REWOUND while something may be lost
-	// that a node which is away may know, unless accept_loss is set.
+	// service again. Repeating it is harmless. Refused with CATALOG_REWOUND while something may be lost for ever.
 	RepairCatalog(ctx context.Context, in *RepairCatalogRequest, opts ...grpc.CallOption) (*RepairCatalogResponse, error)
 	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then.
 	CompactCatalog(ctx context.Context, in *CompactCatalogRequest, opts ...grpc.CallOption) (*CompactCatalogResponse, error)
@@ -109,8 +108,7 @@ type CatalogServiceServer interface {
 	// VerifyCatalog compares the catalog with the journals and the artefacts of the nodes that are online. It changes nothing.
 	VerifyCatalog(*VerifyCatalogRequest, grpc.ServerStreamingServer[VerifyCatalogResponse]) error
 	// RepairCatalog puts back into a suspended catalog what the nodes' journals have of what it lost, and takes it into
-	// service again. Repeating it is harmless. Refused with CATALOG_REWOUND while something may be lost
-	// that a node which is away may know, unless accept_loss is set.
+	// service again. Repeating it is harmless. Refused with CATALOG_REWOUND while something may be lost for ever.
 	RepairCatalog(context.Context, *RepairCatalogRequest) (*RepairCatalogResponse, error)
 	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then.
 	CompactCatalog(context.Context, *CompactCatalogRequest) (*CompactCatalogResponse, error)
