@@ -31,11 +31,11 @@ type History struct {
 type Relation string
 
 const (
-	// Part: the point is in the history, or in one that it goes on from.
+	// Part is a point in the history, or in one that it goes on from.
 	Part Relation = "part"
-	// Lost: the point was once true and the store does not have it: it came back older, or it is another catalog.
+	// Lost is a point that was once true and that the store does not have: it came back older, or it is another catalog.
 	Lost Relation = "lost"
-	// Forgotten: the point is older than the store can tell.
+	// Forgotten is a point older than the store can tell.
 	Forgotten Relation = "forgotten"
 )
 

@@ -92,7 +92,12 @@ func testSuspension(t *testing.T, f *Fixture) {
 	f.Refused(errs.CatalogRewound, catalog.Commit{Puts: []catalog.Put{Create(Sandbox("b"))}})
 	f.related(ahead, catalog.Lost)
 	f.Read(Sandbox("a")) // reads go on
+	resumed(t, f, head, ahead)
+}
 
+// resumed takes the catalog into service again: what was known to be lost counts as its past.
+func resumed(t *testing.T, f *Fixture, head, ahead catalog.Point) {
+	t.Helper()
 	if err := f.Resume(f.Ctx, f.Owner.Coordinator+1); !errs.Has(err, errs.Fenced) {
 		t.Errorf("resumed by another than the leader: %v", err)
 	}
