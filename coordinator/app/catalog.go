@@ -87,10 +87,15 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if err != nil {
 		return nil, err
 	}
-	away := slices.DeleteFunc(slices.Clone(survey.Away), func(name string) bool { return slices.Contains(without, name) })
+	var away []string
+	for _, name := range slices.Sorted(maps.Keys(survey.Away)) {
+		if !slices.Contains(without, name) {
+			away = append(away, fmt.Sprintf("node %s: %s", name, survey.Away[name]))
+		}
+	}
 	if len(away) > 0 {
-		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: away are %s; bring these nodes back, or go on without what they know with \"dormouse admin catalog repair --without NODE\"",
-			strings.Join(away[:min(len(away), 10)], ", "))
+		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known (%s); bring these nodes back, or go on without what they know with \"dormouse admin catalog repair --without NODE\"",
+			strings.Join(away[:min(len(away), 10)], "; "))
 	}
 	if doubts := a.doubts(st.Suspended.Witness, survey); len(doubts) > 0 && !acceptLoss {
 		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; go on without with \"dormouse admin catalog repair --accept-loss\"", strings.Join(doubts, "; "))
@@ -123,7 +128,7 @@ func (a *App) doubts(witness catalog.Point, s *repair.Survey) []string {
 		all = append(all, "this coordinator has not led before and does not know which nodes there were")
 	}
 	for _, v := range a.registry.Views() {
-		if !slices.Contains(s.Away, v.Name) && (v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq) {
+		if _, away := s.Away[v.Name]; !away && (v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq) {
 			all = append(all, fmt.Sprintf("the journal of node %s reaches to commit %d, not %d", v.Name, v.Journal.Seq, witness.Seq))
 		}
 	}
@@ -216,7 +221,7 @@ func (k keeper) Verify(ctx context.Context, found func(repair.Finding) error) (r
 		}
 	}
 	for _, n := range k.knownNodes() {
-		if slices.Contains(survey.Away, n.Name) {
+		if _, away := survey.Away[n.Name]; away {
 			continue
 		}
 		seen, err := k.repairer().Verify(ctx, n.Name, found)

@@ -22,6 +22,8 @@ import (
 
 // fakeNode speaks as agentd does, over the same wire.
 type fakeNode struct {
+	witness *nodev1.CatalogPoint // what it has seen of the catalog
+
 	nodev1.UnimplementedAgentServiceServer
 	dormousev1.UnimplementedProcessServiceServer
 	dormousev1.UnimplementedPortServiceServer
@@ -103,7 +105,7 @@ func (n *fakeNode) dial(coordinator string, beat time.Duration) error {
 		return fail(err)
 	}
 	n.mu.Lock()
-	hello := &nodev1.Hello{Node: n.name, Address: n.addr, Version: "test", Architecture: "amd64", HighestCoordinatorEpoch: n.epoch,
+	hello := &nodev1.Hello{Node: n.name, Address: n.addr, Version: "test", Architecture: "amd64", HighestCoordinatorEpoch: n.epoch, Witness: n.witness,
 		Allocatable: &dormousev1.NodeResources{CpuMillis: 4000, MemoryBytes: 8 << 30, DiskBytes: 100 << 30, Sandboxes: 1000}, Inventory: n.inventory()}
 	n.mu.Unlock()
 	if err := stream.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Hello{Hello: hello}}); err != nil {

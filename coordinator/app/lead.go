@@ -52,6 +52,7 @@ func (a *App) campaign(ctx context.Context) {
 			}
 		case err == nil:
 			a.log.Debug("another coordinator leads", "holder", lease.Holder, "epoch", uint64(lease.Epoch))
+			_, _ = a.store.History(ctx) // who stands by is a witness, too
 		}
 		a.nap(ctx)
 	}

@@ -29,7 +29,7 @@ func (a *App) sound(ctx context.Context, epoch fence.Epoch) (*catalog.Suspension
 	if err != nil {
 		return nil, err
 	}
-	if relation == catalog.Lost {
+	if relation.Missing() {
 		if err := a.suspend(ctx, epoch, a.cfg.Holder, seen); err != nil {
 			return nil, err
 		}
@@ -47,7 +47,8 @@ func (a *App) suspend(ctx context.Context, epoch fence.Epoch, by string, lost ca
 	return err
 }
 
-// witness is told what a node has seen of the catalog.
+// witness is told what a node has seen of the catalog. One that comes from another catalog shows that this one was emptied, if it
+// knows no node; else the node was another cluster's.
 func (a *App) witness(ctx context.Context, node string, seen ...catalog.Point) error {
 	t := a.inForce.Load()
 	if t == nil {
@@ -59,8 +60,12 @@ func (a *App) witness(ctx context.Context, node string, seen ...catalog.Point) e
 		if err != nil {
 			return err
 		}
-		if relation != catalog.Lost {
+		if !relation.Missing() {
 			continue
+		}
+		if relation == catalog.Foreign && !t.suspended && len(a.registry.Views()) > 0 {
+			return errs.New(errs.NotAllowed, "node %s keeps the journal of another catalog (%s); if it was another cluster's and is to be this one's, stop its agentd, remove journal.db in its state folder, and start it again", node, p.Incarnation).
+				With("node", node)
 		}
 		lost = true
 		if err := a.suspend(ctx, t.epoch, node, p); err != nil {

@@ -33,11 +33,16 @@ type Relation string
 const (
 	// Part is a point in the history, or in one that it goes on from.
 	Part Relation = "part"
-	// Lost is a point that was once true and that the store does not have: it came back older, or it is another catalog.
+	// Lost is a point that was once true of this catalog and that the store does not have: it came back older.
 	Lost Relation = "lost"
+	// Foreign is a point of a catalog that this one does not go on from: it is another one, or was emptied.
+	Foreign Relation = "foreign"
 	// Forgotten is a point older than the store can tell.
 	Forgotten Relation = "forgotten"
 )
+
+// Missing tells whether the store does not have the point.
+func (r Relation) Missing() bool { return r == Lost || r == Foreign }
 
 // MarkEvery is the distance of marks in commits.
 const MarkEvery = 256

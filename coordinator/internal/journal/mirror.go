@@ -72,7 +72,7 @@ func (m *Mirror) Run(ctx context.Context) {
 		case err != nil:
 			nap(ctx, m.o.Pause)
 			continue
-		case relation == catalog.Lost:
+		case relation.Missing():
 			m.o.OnLost(at)
 			return
 		}
@@ -353,7 +353,9 @@ func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, 
 			}
 			for _, k := range keys[:n] {
 				c := pending[k]
-				if r, ok := found[k]; ok {
+				if r, ok := found[k]; ok && r.Node != f.node {
+					continue // it is another node's by now, which gets it
+				} else if ok {
 					msg.Entries, seq = append(msg.Entries, living(r)), max(seq, r.Seq)
 				} else if c.item.Deleted {
 					msg.Entries, seq = append(msg.Entries, deleted(c.item, c.seq)), max(seq, c.seq)

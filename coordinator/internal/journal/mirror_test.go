@@ -136,7 +136,7 @@ func (w *world) change(r *rand.Rand) {
 		k.UID += fmt.Sprint("-", w.head) // uids are never used again
 	}
 	on := []string{"n1", "n2", ""}[r.IntN(3)]
-	if err == nil {
+	if err == nil && r.IntN(5) > 0 { // else it moves
 		on = rec.Node
 	}
 	w.commit(catalog.Commit{Puts: []catalog.Put{{Record: catalog.Record{Key: k, Node: on, Phase: "Running", Body: []byte(fmt.Sprint(w.head))}, ExpectRevision: rec.Revision}}})

@@ -373,6 +373,8 @@ func (w *world) agree(t *term) {
 			running = slices.DeleteFunc(recorded, func(u string) bool { return w.node.asleep[u] }) // what is hibernated takes no room
 		}
 	}
+	// The ledger follows the records a moment later.
+	w.eventually(fmt.Sprintf("the ledger has what runs, %v", running), func() bool { return slices.Equal(t.PlacedUIDs("n1"), running) })
 	if got := t.PlacedUIDs("n1"); !slices.Equal(got, running) {
 		w.t.Errorf("the ledger has %v, running are %v", got, running)
 	}

@@ -88,20 +88,20 @@ type Repairer struct {
 // Survey is what the journals have that the catalog lost.
 type Survey struct {
 	Findings []Finding
-	// Away are the nodes whose journals could not be read.
-	Away []string
+	// Away are the nodes whose journals are not known, with the reason.
+	Away map[string]string
 	// Entries is how many there are in the journals that were read.
 	Entries int
 }
 
 // Survey reads the journals of the nodes that are online and compares. Other nodes are named as away.
 func (r *Repairer) Survey(ctx context.Context, nodes []Node) (*Survey, error) {
-	s := &Survey{}
+	s := &Survey{Away: make(map[string]string)}
 	lost := make(map[catalog.Key]journal.Entry)
 	known := make(map[catalog.Point]catalog.Relation)
 	for _, n := range nodes {
 		if !n.Online {
-			s.away(n.Name, "it has no session")
+			s.away(n.Name, "it is away")
 			continue
 		}
 		if err := r.read(ctx, n.Name, known, lost, s); err != nil {
@@ -131,7 +131,7 @@ func (r *Repairer) Survey(ctx context.Context, nodes []Node) (*Survey, error) {
 }
 
 func (s *Survey) away(node, why string) {
-	s.Away = append(s.Away, node)
+	s.Away[node] = why
 	s.Findings = append(s.Findings, Finding{Difference: Unknown, Node: node, Message: "its journal is not known: " + why})
 }
 
@@ -155,7 +155,7 @@ func (r *Repairer) read(ctx context.Context, node string, known map[catalog.Poin
 				}
 				known[e.Point] = relation
 			}
-			if relation != catalog.Lost {
+			if !relation.Missing() {
 				continue
 			}
 			if old, ok := lost[e.Record.Key]; !ok || newer(e, old) {

@@ -58,12 +58,8 @@ func testHistory(t *testing.T, f *Fixture) {
 	if after := f.history(); after != h {
 		t.Errorf("a refused commit made history %+v of %+v", after, h)
 	}
-	for _, lost := range []catalog.Point{
-		{Incarnation: h.Head.Incarnation, Seq: h.Head.Seq + 1, Digest: "x"},
-		{Incarnation: "another", Seq: 1, Digest: "x"},
-	} {
-		f.related(lost, catalog.Lost)
-	}
+	f.related(catalog.Point{Incarnation: h.Head.Incarnation, Seq: h.Head.Seq + 1, Digest: "x"}, catalog.Lost)
+	f.related(catalog.Point{Incarnation: "another", Seq: 1, Digest: "x"}, catalog.Foreign)
 }
 
 func testSuspension(t *testing.T, f *Fixture) {
@@ -91,6 +87,8 @@ func testSuspension(t *testing.T, f *Fixture) {
 	}
 	f.Refused(errs.CatalogRewound, catalog.Commit{Puts: []catalog.Put{Create(Sandbox("b"))}})
 	f.related(ahead, catalog.Lost)
+	f.related(f.history().Head, catalog.Part)
+	f.related(f.Seen(), catalog.Part)
 	f.Read(Sandbox("a")) // reads go on
 	resumed(t, f, head, ahead)
 }

@@ -91,9 +91,16 @@ func (s *Store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation,
 	switch {
 	case p.Incarnation == "" || p.Seq == 0:
 		return catalog.Part, nil
-	case p.Incarnation != s.incarnation && p.Seq <= s.history.ancestors[p.Incarnation]:
+	case p.Incarnation != s.incarnation:
+		upto, ancestor := s.history.ancestors[p.Incarnation]
+		switch {
+		case !ancestor:
+			return catalog.Foreign, nil
+		case p.Seq > upto:
+			return catalog.Lost, nil
+		}
 		return catalog.Part, nil
-	case p.Incarnation != s.incarnation || p.Seq > s.seq:
+	case p.Seq > s.seq:
 		return catalog.Lost, nil
 	case s.history.digests[p.Seq] == "" && s.history.suspended != nil && p.Seq > s.history.began:
 		return catalog.Lost, nil
@@ -129,7 +136,10 @@ func (s *Store) Suspend(ctx context.Context, coordinator fence.Epoch, why catalo
 		s.history.lost[w.Incarnation] = max(s.history.lost[w.Incarnation], w.Seq)
 	}
 	if s.seq <= w.Seq {
-		s.seq, s.log = w.Seq+1, nil
+		s.seq = w.Seq + 1
+		skipped := catalog.Change{Seq: s.seq}
+		s.history.grow("suspended", s.clock(), &skipped)
+		s.log = []catalog.Change{skipped}
 	}
 	return nil
 }

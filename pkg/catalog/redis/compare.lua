@@ -1,10 +1,11 @@
--- Tells what a point is to this catalog's history: part of it, lost to it, or older than it remembers.
+-- Tells what a point is to this catalog's history: part of it, lost to it, of another one, or older than it remembers.
 local P, inc, seq, digest = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local call = redis.call
 if inc == '' or seq == 0 then return 'part' end
 if inc ~= (call('GET', P .. 'incarnation') or '') then
-  local upto = tonumber(call('HGET', P .. 'ancestors', inc) or '0')
-  return seq <= upto and 'part' or 'lost'
+  local upto = call('HGET', P .. 'ancestors', inc)
+  if not upto then return 'foreign' end
+  return seq <= tonumber(upto) and 'part' or 'lost'
 end
 if seq > tonumber(call('GET', P .. 'seq') or '0') then return 'lost' end
 local id = ARGV[3] .. '-0'

@@ -86,7 +86,7 @@ func (s *Store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation,
 			}
 		}
 		return rel, nil
-	case catalog.Lost, catalog.Forgotten:
+	case catalog.Lost, catalog.Foreign, catalog.Forgotten:
 		return rel, nil
 	}
 	return "", damaged(fmt.Errorf("a comparison gave %v", reply), "history")

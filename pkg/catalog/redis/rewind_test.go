@@ -105,7 +105,7 @@ func TestC21_EmptiedServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer again.Close()
-	related(t, again, seen, catalog.Lost)
+	related(t, again, seen, catalog.Foreign)
 }
 
 // What the change log has forgotten is told by the marks.

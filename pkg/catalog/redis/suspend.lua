@@ -16,5 +16,11 @@ end
 -- What an incarnation was seen to have reached is lost or repaired by the end of this, never found missing again.
 local known = tonumber(call('HGET', P .. 'lost', inc) or '0')
 if inc ~= '' and seq > known then call('HSET', P .. 'lost', inc, string.format('%.0f', seq)) end
-if here <= seq then call('SET', P .. 'seq', string.format('%.0f', seq + 1)) end
+if here <= seq then
+  local next = string.format('%.0f', seq + 1)
+  local chain = redis.sha1hex((call('GET', P .. 'digest') or '') .. '\n' .. next .. '\nsuspended')
+  call('SET', P .. 'seq', next)
+  call('SET', P .. 'digest', chain)
+  call('XADD', P .. 'log', next .. '-0', 'e', coordinator, 'i', '', 'h', chain)
+end
 return { 1, coordinator }

@@ -1,0 +1,148 @@
+package app_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+)
+
+func (r *rig) status() *dormousev1.CatalogStatus {
+	r.t.Helper()
+	resp, err := dormousev1.NewCatalogServiceClient(r.conn(r.root)).GetCatalogStatus(context.Background(), &dormousev1.GetCatalogStatusRequest{})
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return resp.GetCatalog()
+}
+
+// A node of another cluster does not stop this one.
+func TestC21ForeignNodeIsRefused(t *testing.T) {
+	r := newRig(t)
+	r.node("n1")
+	foreign := newFakeNode(t, r.pki, "n2")
+	foreign.witness = &nodev1.CatalogPoint{Incarnation: "of another cluster", Seq: 5, Digest: "x"}
+	wantReason(t, foreign.dial(r.app.Addresses("node")[0], 20*time.Millisecond), errs.NotAllowed)
+	if why := r.status().GetSuspended(); why != nil {
+		t.Errorf("suspended: %v", why)
+	}
+	if _, err := dormousev1.NewSandboxServiceClient(r.conn(r.user)).CreateSandbox(context.Background(), box("goes-on")); err != nil {
+		t.Error(err)
+	}
+}
+
+// A node that has seen more than the catalog has suspends it, until an operator goes on without what that node knows.
+func TestC21WitnessSuspends(t *testing.T) {
+	r := newRig(t)
+	n := r.node("n1")
+	ctx := context.Background()
+	sandboxes := dormousev1.NewSandboxServiceClient(r.conn(r.user))
+	if _, err := sandboxes.CreateSandbox(ctx, box("before")); err != nil {
+		t.Fatal(err)
+	}
+	n.hangUp()
+	head := r.status().GetHead()
+	n.witness = &nodev1.CatalogPoint{Incarnation: head.GetIncarnation(), Seq: head.GetSeq() + 100, Digest: "of what was lost"}
+	wantReason(t, n.dial(r.app.Addresses("node")[0], 20*time.Millisecond), errs.CatalogRewound)
+	eventually(t, "the leader knows", func() bool {
+		_, err := sandboxes.CreateSandbox(ctx, box(""))
+		return errs.Has(err, errs.CatalogRewound)
+	})
+	if why := r.status().GetSuspended(); why.GetFoundBy() != "n1" || why.GetWitness().GetSeq() != head.GetSeq()+100 {
+		t.Errorf("suspended: %v; the head was %v", why, head)
+	}
+	if list, err := sandboxes.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}); err != nil || len(list.GetSandboxes()) != 1 {
+		t.Errorf("reads: %v, %v", list, err)
+	}
+	// The node is let in for its journal, which this one does not give.
+	eventually(t, "the node is let in", func() bool { return n.dial(r.app.Addresses("node")[0], 20*time.Millisecond) == nil })
+	keeper := dormousev1.NewCatalogServiceClient(r.conn(r.root))
+	for _, not := range []*dormousev1.RepairCatalogRequest{{}, {AcceptLoss: true}, {WithoutNodes: []string{"n2"}, AcceptLoss: true}} {
+		_, err := keeper.RepairCatalog(ctx, not)
+		wantReason(t, err, errs.CatalogRewound)
+	}
+	resp, err := keeper.RepairCatalog(ctx, &dormousev1.RepairCatalogRequest{WithoutNodes: []string{"n1"}, AcceptLoss: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if now := resp.GetCatalog().GetHead(); now.GetIncarnation() == head.GetIncarnation() || now.GetSeq() <= head.GetSeq()+100 {
+		t.Errorf("it goes on at %v", now)
+	}
+	eventually(t, "it leads again", r.app.Leading)
+	eventually(t, "the node is in session", func() bool { return n.dial(r.app.Addresses("node")[0], 20*time.Millisecond) == nil })
+	if _, err := sandboxes.CreateSandbox(ctx, box("after")); err != nil {
+		t.Error(err)
+	}
+}
+
+// A server that was restarted on all of its data is proven to have it: the term, and the sessions of nodes, go on.
+func TestC15RestartedServerIsProven(t *testing.T) {
+	server := redistest.Start(t)
+	r := newRig(t)
+	r.onRedis(server)
+	r.node("n1")
+	ctx := context.Background()
+	sandboxes := dormousev1.NewSandboxServiceClient(r.conn(r.user))
+	if _, err := sandboxes.CreateSandbox(ctx, box("before")); err != nil {
+		t.Fatal(err)
+	}
+	before := r.status()
+	server.Kill(t)
+	server.Restart(t)
+	eventually(t, "writes go on", func() bool {
+		_, err := sandboxes.CreateSandbox(ctx, box(""))
+		return err == nil
+	})
+	after := r.status()
+	if after.GetCoordinatorEpoch() != before.GetCoordinatorEpoch() || after.GetHead().GetIncarnation() != before.GetHead().GetIncarnation() {
+		t.Errorf("before %v\nafter %v", before, after)
+	}
+	node, err := dormousev1.NewNodeServiceClient(r.conn(r.root)).GetNode(ctx, &dormousev1.GetNodeRequest{Name: "n1"})
+	if err != nil || node.GetNode().GetSessionEpoch() != 1 {
+		t.Errorf("%v, %v", node, err)
+	}
+}
+
+// What was in flight when the server came back older is not written by the term that sent it, nor by the one after.
+func TestC16OldTermWritesNothing(t *testing.T) {
+	server := redistest.Start(t)
+	r := newRig(t)
+	r.onRedis(server)
+	r.node("n1")
+	ctx := context.Background()
+	sandboxes := dormousev1.NewSandboxServiceClient(r.conn(r.user))
+	server.Kill(t)
+	kept := server.Copy(t)
+	server.Restart(t)
+	eventually(t, "a sandbox is made", func() bool {
+		_, err := sandboxes.CreateSandbox(ctx, box(""))
+		return err == nil
+	})
+	made := make(chan error, 8)
+	server.Pause(t)
+	for range cap(made) {
+		go func() {
+			_, err := sandboxes.CreateSandbox(ctx, box(""))
+			made <- err
+		}()
+	}
+	server.Kill(t)
+	server.Rewind(t, kept)
+	server.Restart(t)
+	for range cap(made) {
+		if err := <-made; err == nil {
+			t.Error("a sandbox was made on a catalog that came back older")
+		}
+	}
+	eventually(t, "it is suspended", func() bool {
+		_, err := sandboxes.CreateSandbox(ctx, box(""))
+		return errs.Has(err, errs.CatalogRewound)
+	})
+	if list, err := sandboxes.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}); err != nil || len(list.GetSandboxes()) != 0 {
+		t.Errorf("%d sandboxes, %v", len(list.GetSandboxes()), err)
+	}
+}
