@@ -17,7 +17,7 @@
 //   - A message is applied in one transaction, which is on the disk before it is acknowledged.
 //   - An entry is never replaced by one of a lower revision: revisions only grow and uids are never used again, so
 //     that is the word of a catalog that came back older.
-//   - A whole forgets, when it ended, what it did not send and what its own history had seen.
+//   - What a whole did not send, when it ended, and what its own history had seen is deleted, or another node's by now: a trace says so.
 //   - The traces of what was deleted are bounded (MaxDeleted); the oldest go first.
 //   - A file that cannot be read is put aside and a new one begun: the coordinator sends the whole again. It is a copy,
 //     and nothing that runs depends on it; the doctor shows what was put aside.
@@ -182,7 +182,7 @@ func apply(tx *bolt.Tx, msg *nodev1.Journal) error {
 		}
 	}
 	if msg.GetWholeEnds() {
-		if err := forgetUnsent(tx, msg.GetPoint(), whole); err != nil {
+		if err := buryUnsent(tx, msg.GetPoint(), whole); err != nil {
 			return err
 		}
 	}
@@ -266,12 +266,11 @@ func count(tx *bolt.Tx, by int64) error {
 	return meta.Put(keyTraces, binary.BigEndian.AppendUint64(nil, uint64(int64(number(meta.Get(keyTraces)))+by)))
 }
 
-// forgetUnsent drops the living that an ended whole did not send: they are deleted, or of another node by now. What
-// was seen by a history that the whole's is not known to have is kept.
-func forgetUnsent(tx *bolt.Tx, at *nodev1.CatalogPoint, whole uint64) error {
-	entries := tx.Bucket(bucketEntries)
-	var unsent [][]byte
-	err := entries.ForEach(func(k, data []byte) error {
+// buryUnsent makes traces of the living that an ended whole did not send: they are deleted, or of another node, which
+// has a higher revision, by now. What was seen by a history that the whole's is not known to have is kept.
+func buryUnsent(tx *bolt.Tx, at *nodev1.CatalogPoint, whole uint64) error {
+	var unsent []*nodev1.JournalEntry
+	err := tx.Bucket(bucketEntries).ForEach(func(_, data []byte) error {
 		if number(data) == whole {
 			return nil
 		}
@@ -281,12 +280,13 @@ func forgetUnsent(tx *bolt.Tx, at *nodev1.CatalogPoint, whole uint64) error {
 		}
 		p := e.GetPoint()
 		if !e.GetDeleted() && (p.GetIncarnation() != at.GetIncarnation() || p.GetSeq() <= at.GetSeq()) {
-			unsent = append(unsent, k)
+			unsent = append(unsent, e)
 		}
 		return nil
 	})
-	for _, k := range unsent {
-		err = errors.Join(err, entries.Delete(k))
+	for _, e := range unsent {
+		trace := &nodev1.JournalEntry{Tenant: e.GetTenant(), Kind: e.GetKind(), Uid: e.GetUid(), Revision: e.GetRevision(), Seq: at.GetSeq(), Deleted: true}
+		err = errors.Join(err, keep(tx, trace, at, whole))
 	}
 	return err
 }

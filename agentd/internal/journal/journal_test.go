@@ -108,15 +108,15 @@ func TestC21LowerRevisionReplacesNothing(t *testing.T) {
 	j.want(t, "a@5 deleted", "b@3 deleted")
 }
 
-// A whole forgets what it did not send, if its history had seen it.
-func TestWholeForgets(t *testing.T) {
+// What a whole did not send is gone, if its history had seen it: a catalog that comes back with it has come back older.
+func TestWholeBuriesWhatItDoesNotSend(t *testing.T) {
 	j := begin(t, t.TempDir())
 	j.must(t, &nodev1.Journal{Point: at(10), Entries: []*nodev1.JournalEntry{box("moved", 1), box("stays", 1), gone("trace", 1, 9)}})
 	j.must(t, &nodev1.Journal{Point: at(30), Entries: []*nodev1.JournalEntry{box("ahead", 1)}})
 	j.must(t, &nodev1.Journal{Point: at(20), WholeBegins: true, Entries: []*nodev1.JournalEntry{box("stays", 1)}})
 	j.want(t, "ahead@1", "moved@1", "stays@1", "trace@1 deleted") // until it ends
 	j.must(t, &nodev1.Journal{Point: at(20), Complete: at(20), WholeEnds: true, Entries: []*nodev1.JournalEntry{box("new", 1)}})
-	j.want(t, "ahead@1", "new@1", "stays@1", "trace@1 deleted")
+	j.want(t, "ahead@1", "moved@1 deleted", "new@1", "stays@1", "trace@1 deleted")
 }
 
 func TestTracesAreBounded(t *testing.T) {

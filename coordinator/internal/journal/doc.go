@@ -17,6 +17,7 @@
 //   - A node's journal at a point, once a whole was sent, has every record that concerned it then. What was
 //     committed since may be missing; what the journal has and the catalog has not was lost or is deleted
 //     since, and the points tell which.
+//   - What is sent was read from a catalog that is shown, after the reading, to have the point: never from one that came back older.
 //   - One message is on its way at a time; the next one is sent after the node made the last one durable.
 //   - Nothing here delays a commit.
 //

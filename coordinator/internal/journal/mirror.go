@@ -353,6 +353,9 @@ func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, 
 			}
 			for _, k := range keys[:n] {
 				c := pending[k]
+				if _, ok := found[k]; ok && c.item.Deleted {
+					return errs.New(errs.StoreUnavailable, "the catalog has %s, which its log says is deleted", k)
+				}
 				if r, ok := found[k]; ok && r.Node != f.node {
 					continue // it is another node's by now, which gets it
 				} else if ok {
@@ -412,6 +415,13 @@ func (f *Feed) deliver(ctx context.Context, msg *nodev1.Journal, seq uint64) err
 	at, err := f.m.reached(ctx, seq)
 	if err != nil {
 		return err
+	}
+	// What was read is of a catalog that has what the log said; else it came back older meanwhile, and the node is not told.
+	switch relation, err := f.m.o.Catalog.Compare(ctx, at); {
+	case err != nil:
+		return err
+	case relation != catalog.Part:
+		return errs.New(errs.StoreUnavailable, "the catalog does not have commit %d, to which its log was followed", at.Seq)
 	}
 	f.mu.Lock()
 	f.next++
