@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
+	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -97,7 +98,7 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known (%s); bring these nodes back, or go on without what they know with \"dormouse admin catalog repair --without NODE\"",
 			strings.Join(away[:min(len(away), 10)], "; "))
 	}
-	if doubts := a.doubts(st.Suspended.Witness, survey); len(doubts) > 0 && !acceptLoss {
+	if doubts := a.doubts(*st.Suspended, survey); len(doubts) > 0 && !acceptLoss {
 		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; go on without with \"dormouse admin catalog repair --accept-loss\"", strings.Join(doubts, "; "))
 	}
 	if left := returnTime - time.Since(t.began); left > 0 && a.nodesSeen.Load() == nil {
@@ -122,8 +123,12 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 
 // doubts are the reasons why more may be lost than the journals tell. The witness is the highest point that is known to
 // be lost: each node must have all that concerned it up to there.
-func (a *App) doubts(witness catalog.Point, s *repair.Survey) []string {
+func (a *App) doubts(why catalog.Suspension, s *repair.Survey) []string {
 	var all []string
+	witness := why.Witness
+	if witness.Seq > why.At+journal.TraceSpan {
+		all = append(all, fmt.Sprintf("commits %d to %d are lost, more than the nodes keep the deletions of", why.At+1, witness.Seq))
+	}
 	if a.nodesSeen.Load() == nil {
 		all = append(all, "this coordinator has not led before and does not know which nodes there were")
 	}

@@ -54,6 +54,8 @@ type Suspension struct {
 	By string
 	// Witness is the highest point that was shown to be lost.
 	Witness Point
+	// At is the sequence at which the catalog was suspended; the store sets it.
+	At uint64
 }
 
 // Validate checks the form.

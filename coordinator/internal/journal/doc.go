@@ -5,7 +5,8 @@
 //
 // There is one feed for each session of a node.
 //
-//	whole   all that concerns the node is sent, page by page; the node keeps what it had until the end
+//	whole   all that concerns the node is sent, page by page, after the traces of what was deleted in the last TraceSpan
+//	        commits; the node keeps what it had until the end
 //	tail    what changes is sent, some time after it was committed: at most Options.Pause while the store answers
 //
 // A feed begins with the tail if the node's journal is of this catalog's history and the change log reaches back

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"strconv"
 	"sync"
 	"time"
 
@@ -377,12 +378,54 @@ func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, 
 // pageSize bounds the records of one message; their bodies are mostly of a few KiB.
 const pageSize = 64
 
-// sendWhole sends every record that concerns the node.
+// TraceSpan is how many commits back a whole tells what was deleted.
+const TraceSpan = 20_000
+
+// traces gives what the log says was deleted of the node's, up to the point.
+func (f *Feed) traces(ctx context.Context, at catalog.Point) (all []*nodev1.JournalEntry, err error) {
+	after := at.Seq - min(at.Seq, TraceSpan)
+	for after < at.Seq {
+		changes, err := f.m.o.Catalog.Changes(ctx, after, catalog.MaxPage, 0)
+		if errs.Has(err, errs.ResumeTooOld) {
+			// It begins later.
+			oldest, parsed := strconv.ParseUint(errs.From(err).Details["oldest"], 10, 64)
+			if parsed != nil || oldest <= after+1 {
+				return nil, err
+			}
+			after = oldest - 1
+			continue
+		}
+		if err != nil || len(changes) == 0 {
+			return all, err
+		}
+		for _, c := range changes {
+			for _, item := range c.Items {
+				if item.Deleted && item.Node == f.node && c.Seq <= at.Seq {
+					all = append(all, deleted(item, c.Seq))
+				}
+			}
+			after = c.Seq
+		}
+	}
+	return all, nil
+}
+
+// sendWhole sends every record that concerns the node, and the traces of what did.
 func (f *Feed) sendWhole(ctx context.Context, at catalog.Point) error {
 	if at.IsZero() {
 		return errs.New(errs.StoreUnavailable, "the change log is not followed yet")
 	}
+	traces, err := f.traces(ctx, at)
+	if err != nil {
+		return err
+	}
 	begins := true
+	for chunk := range slices.Chunk(traces, 8*pageSize) {
+		if err := f.deliver(ctx, &nodev1.Journal{WholeBegins: begins, Entries: chunk}, at.Seq); err != nil {
+			return err
+		}
+		begins = false
+	}
 	for i, kind := range Kinds {
 		q := catalog.Query{Kind: kind, Node: f.node, PageSize: pageSize}
 		for {

@@ -34,6 +34,7 @@ func (h *history) suspension() *catalog.Suspension {
 		return nil
 	}
 	s := *h.suspended
+	s.At = h.began
 	return &s
 }
 

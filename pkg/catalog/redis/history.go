@@ -123,7 +123,7 @@ func decodeSuspension(h map[string]string) (*catalog.Suspension, error) {
 		return nil, nil //nolint:nilnil // in service
 	}
 	var d decoder
-	s := &catalog.Suspension{Since: d.time(h["t"]), By: h["b"], Witness: catalog.Point{Incarnation: h["i"], Seq: d.count(h["s"]), Digest: h["d"]}}
+	s := &catalog.Suspension{Since: d.time(h["t"]), By: h["b"], Witness: catalog.Point{Incarnation: h["i"], Seq: d.count(h["s"]), Digest: h["d"]}, At: d.count(h["r"])}
 	if d.err != nil {
 		return nil, damaged(d.err, "suspension")
 	}
