@@ -72,7 +72,7 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	defer a.repairing.Unlock()
 	t := a.inForce.Load()
 	if t == nil {
-		return nil, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+		return nil, notLeading()
 	}
 	st, err := a.store.Status(ctx)
 	if err != nil {
@@ -185,7 +185,7 @@ func (k keeper) Status(ctx context.Context) (api.CatalogStatus, error) {
 		return api.CatalogStatus{}, err
 	}
 	if k.inForce.Load() == nil {
-		return api.CatalogStatus{}, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+		return api.CatalogStatus{}, notLeading()
 	}
 	q := k.queue.Load()
 	return api.CatalogStatus{Status: st, Head: h.Head, Waiting: q.Waiting, Queued: q.Queued, Unknown: q.Unknown, Nodes: k.registry.Views()}, nil
@@ -199,7 +199,7 @@ func (k keeper) Repair(ctx context.Context, acceptLoss bool, without []string) (
 // Compact implements api.Catalog.
 func (k keeper) Compact(ctx context.Context) (int, error) {
 	if k.inForce.Load() == nil {
-		return 0, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+		return 0, notLeading()
 	}
 	total := 0
 	for ctx.Err() == nil {
@@ -214,7 +214,7 @@ func (k keeper) Compact(ctx context.Context) (int, error) {
 // Verify implements api.Catalog.
 func (k keeper) Verify(ctx context.Context, found func(repair.Finding) error) (records int, err error) {
 	if k.inForce.Load() == nil {
-		return 0, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+		return 0, notLeading()
 	}
 	survey, err := k.repairer().Survey(ctx, k.knownNodes())
 	if err != nil {

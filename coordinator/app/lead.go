@@ -28,7 +28,12 @@ func (a *App) Engine() (*operations.Engine, error) {
 		}
 		return e, nil
 	}
-	return nil, errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
+	return nil, notLeading()
+}
+
+// notLeading is the answer where only the leader can give one.
+func notLeading() *errs.Error {
+	return errs.New(errs.NoLeader, "this coordinator does not lead now; ask again, or ask another")
 }
 
 // campaign asks for leadership, and serves each term, until the context ends.
@@ -64,12 +69,7 @@ const longestNap = time.Second
 // nap waits for a part of the lease's life.
 func (a *App) nap(ctx context.Context) {
 	part := min(a.cfg.Lease.TTL/6, longestNap/2)
-	timer := time.NewTimer(part + rand.N(part))
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
-	}
+	pause(ctx, part+rand.N(part))
 }
 
 // term leads until the lease is lost or the context ends, and gives the reason.

@@ -20,7 +20,7 @@
 //   - What a whole did not send, when it ended, and what its own history had seen is deleted, or another node's by now: a trace says so.
 //   - The traces of what was deleted are bounded (MaxDeleted); the oldest go first.
 //   - A file that cannot be read is put aside and a new one begun: the coordinator sends the whole again. It is a copy,
-//     and nothing that runs depends on it; the doctor shows what was put aside.
+//     and nothing that runs depends on it; the log says what was put aside.
 //
 // # Crash points
 //
