@@ -28,7 +28,7 @@ DEMO_DIR ?= /var/lib/dormouse-dev/demo
 
 .PHONY: help
 help: ## this list
-	@sed -n 's/^\([a-z%-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z0-9%-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 # ---- set-up -------------------------------------------------------------------
 
@@ -63,9 +63,10 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
-.PHONY: test race crash-matrix soak lint gen gen-check
+.PHONY: test race crash-matrix soak load-smoke load-1024 load-node lint gen gen-check
 SOAK ?= 10m
 SOAKFLAGS ?=
+LOADFLAGS ?=
 test: tools images images-test build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
@@ -78,6 +79,12 @@ crash-matrix: tools images ## kill the daemons at every fault point, and a thous
 	@scripts/crash-matrix.sh
 soak: tools images build bundle ## thirty sandboxes, everything at random, daemons killed, for SOAK (10m)
 	@bin/soak --duration $(SOAK) $(SOAKFLAGS)
+load-smoke: tools images build bundle ## 48 sandboxes checkpointed and restored at once, twice
+	@bin/dormouse-load run $(LOADFLAGS) smoke
+load-1024: tools images build bundle ## 1,024 of them on this machine, beside bare runsc (L01)
+	@bin/dormouse-load run $(LOADFLAGS) load-1024
+load-node: tools images build bundle ## 79 with 64 MiB of heap and a file of 32 MiB (L02)
+	@bin/dormouse-load run $(LOADFLAGS) node
 lint: tools-dev ## golangci-lint
 	@"$$(scripts/tools.sh --bin)/golangci-lint" run --allow-parallel-runners ./...
 gen: tools-dev ## generate code and OpenAPI from the protos

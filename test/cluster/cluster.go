@@ -3,6 +3,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/base64"
@@ -39,6 +40,16 @@ type Cluster struct {
 	Client *client.Client
 	// KeepLeases leaves it to the leases themselves when they end.
 	KeepLeases bool
+
+	settings Settings
+}
+
+// Settings of the daemons that are not the same for all clusters.
+type Settings struct {
+	// Memory that each node offers; 8Gi if empty, since two nodes share the machine.
+	Memory string
+	// LogLevel of the daemons; debug if empty.
+	LogLevel string
 }
 
 // ready is how long a daemon may take to be of use on a busy machine.
@@ -60,11 +71,16 @@ func New(t testing.TB, opts stack.Options) *Cluster {
 
 // Up starts a cluster; after an error nothing is left.
 func Up(ctx context.Context, opts stack.Options) (*Cluster, error) {
+	return UpWith(ctx, opts, Settings{})
+}
+
+// UpWith is Up with settings.
+func UpWith(ctx context.Context, opts stack.Options, settings Settings) (*Cluster, error) {
 	s, err := stack.Up(ctx, opts)
 	if err != nil {
 		return nil, err
 	}
-	c := &Cluster{Stack: s}
+	c := &Cluster{Stack: s, settings: settings}
 	if err := c.startDaemons(ctx); err != nil {
 		return nil, errors.Join(err, s.Down(context.WithoutCancel(ctx)))
 	}
@@ -136,6 +152,7 @@ type dict = map[string]any
 func tlsKeys(f pki.Files) dict { return dict{"ca": f.CA, "cert": f.Cert, "key": f.Key} }
 
 func (c *Cluster) writeConfigs() error {
+	memory, level := cmp.Or(c.settings.Memory, "8Gi"), cmp.Or(c.settings.LogLevel, "debug")
 	coordinator := dict{
 		"listen": dict{
 			"grpc": []string{"unix:" + c.GRPCSocket(), fabric.HubAddr + ":" + grpcPort},
@@ -152,7 +169,7 @@ func (c *Cluster) writeConfigs() error {
 		"lease":        dict{"ttl": "20s"},
 		"nodes":        dict{"heartbeat": "500ms", "missed": 40},
 		"admin_socket": filepath.Join(c.Dir, "admin.sock"),
-		"log":          dict{"level": "debug", "format": "json"},
+		"log":          dict{"level": level, "format": "json"},
 	}
 	if err := writeYAML(c.CoordinatorConfig(), coordinator); err != nil {
 		return err
@@ -190,11 +207,10 @@ func (c *Cluster) writeConfigs() error {
 			"coordinator": fabric.HubAddr + ":" + nodePort + "," + fabric.HubAddr + ":" + nodePort2,
 			"tls":         tlsKeys(c.NodeTLS(i)),
 			"labels":      dict{"zone": fmt.Sprintf("z%d", i)},
-			// Two nodes share the machine: each offers half of it.
-			"limits": dict{"cpu_millis": 8000, "memory": "8Gi"},
+			"limits":      dict{"cpu_millis": 8000, "memory": memory},
 			// In the node's own namespace, so that the same addresses are of use on every node.
 			"network": dict{"cidr": NetworkCIDR, "ready": 2, "resolvers": []string{NameServer}},
-			"log":     dict{"level": "debug", "format": "json"},
+			"log":     dict{"level": level, "format": "json"},
 		}
 		if err := writeYAML(c.AgentdConfig(i), agentd); err != nil {
 			return err

@@ -1,0 +1,120 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
+package load
+
+import (
+	"bytes"
+	"embed"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// Plan is what a run does.
+type Plan struct {
+	// Name of the run, for people.
+	Name string `yaml:"name" json:"name"`
+	// Subjects is how many there are, 1 to 4096.
+	Subjects int `yaml:"subjects" json:"subjects"`
+	// HeapMiB of random bytes in the memory of each, and FileMiB in its private file.
+	HeapMiB int `yaml:"heap_mib" json:"heap_mib"`
+	FileMiB int `yaml:"file_mib" json:"file_mib"`
+	// Volume gives each subject an exclusive volume of its own.
+	Volume bool `yaml:"volume" json:"volume"`
+	// Rounds of checkpoint, deletion, restore and proof.
+	Rounds int `yaml:"rounds" json:"rounds"`
+	// Clients is how many processes share the subjects.
+	Clients int `yaml:"clients" json:"clients"`
+	// Pace is how many calls a second all clients together begin in a phase; 0: all at once.
+	Pace float64 `yaml:"pace" json:"pace"`
+	// Seed of the order in which subjects are taken in each phase.
+	Seed uint64 `yaml:"seed" json:"seed"`
+	// StepTimeout is the caller's budget for one step.
+	StepTimeout Duration `yaml:"step_timeout" json:"step_timeout"`
+	// Nodes is how many nodes the harness starts; without meaning for a cluster that is there already.
+	Nodes int `yaml:"nodes" json:"nodes"`
+	// Floor measures bare runsc with as many subjects in the same run: "" or "bare".
+	Floor string `yaml:"floor" json:"floor"`
+}
+
+// Duration is a time.Duration that YAML and JSON write as Go does: 90s.
+type Duration time.Duration
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (d *Duration) UnmarshalText(text []byte) error {
+	v, err := time.ParseDuration(string(text))
+	*d = Duration(v)
+	return err
+}
+
+// MarshalText implements encoding.TextMarshaler.
+func (d Duration) MarshalText() ([]byte, error) { return []byte(time.Duration(d).String()), nil }
+
+// plans are the named ones.
+//
+//go:embed plans/*.yaml
+var plans embed.FS
+
+// PlanNames are the plans that come with the harness.
+func PlanNames() []string {
+	files, _ := fs.Glob(plans, "plans/*.yaml") // the pattern is right
+	for i, f := range files {
+		files[i] = strings.TrimSuffix(path.Base(f), ".yaml")
+	}
+	slices.Sort(files)
+	return files
+}
+
+// ReadPlan reads a plan that comes with the harness, or a file.
+func ReadPlan(nameOrFile string) (Plan, error) {
+	data, err := plans.ReadFile("plans/" + nameOrFile + ".yaml")
+	if err != nil {
+		if data, err = os.ReadFile(nameOrFile); err != nil {
+			return Plan{}, fmt.Errorf("%q is neither a plan (%s) nor a file that can be read: %w", nameOrFile, strings.Join(PlanNames(), ", "), err)
+		}
+	}
+	p := Plan{Rounds: 1, Clients: 1, Nodes: 1, StepTimeout: Duration(10 * time.Minute)}
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	dec.KnownFields(true)
+	if err := dec.Decode(&p); err != nil {
+		return Plan{}, fmt.Errorf("plan %s: %w", nameOrFile, err)
+	}
+	return p, p.Check()
+}
+
+// Check says what is wrong with a plan.
+func (p Plan) Check() error {
+	var wrong []error
+	in := func(name string, v, low, high int) {
+		if v < low || v > high {
+			wrong = append(wrong, fmt.Errorf("%s is %d; it must be %d to %d", name, v, low, high))
+		}
+	}
+	if p.Name == "" {
+		wrong = append(wrong, errors.New("the plan has no name"))
+	}
+	in("subjects", p.Subjects, 1, 4096)
+	in("heap_mib", p.HeapMiB, 0, 4096)
+	in("file_mib", p.FileMiB, 1, 4096)
+	in("rounds", p.Rounds, 1, 100)
+	in("clients", p.Clients, 1, 64)
+	in("nodes", p.Nodes, 1, 13)
+	if p.Pace < 0 {
+		wrong = append(wrong, fmt.Errorf("pace is %v; it must not be negative", p.Pace))
+	}
+	if p.StepTimeout < Duration(time.Second) || p.StepTimeout > Duration(2*time.Hour) {
+		wrong = append(wrong, fmt.Errorf("step_timeout is %s; it must be 1s to 2h", time.Duration(p.StepTimeout)))
+	}
+	if p.Floor != "" && p.Floor != "bare" {
+		wrong = append(wrong, fmt.Errorf("floor is %q; it must be empty or bare", p.Floor))
+	}
+	return errors.Join(wrong...)
+}
