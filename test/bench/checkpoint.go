@@ -55,7 +55,7 @@ func benchCheckpoint(ctx context.Context, b *bench) ([]Row, error) {
 		}
 		its.add(said)
 		durable.add(synced)
-		if took, err = writeDirect(ctx, filepath.Join(floor.dir, "dd"), bytes); err != nil {
+		if took, err = writeDirect(ctx, filepath.Join(floor.Dir, "dd"), bytes); err != nil {
 			return nil, err
 		}
 		disk = append(disk, float64(bytes)/1e6/took.Seconds())
@@ -117,7 +117,7 @@ func (b *bench) dropSnapshots(ctx context.Context, all []*client.Snapshot) error
 func (b *bench) bareCheckpoints(ctx context.Context, floor *bare, all []*client.Sandbox) (said, synced time.Duration, err error) {
 	dirs := make([]string, len(all))
 	for i, s := range all {
-		dirs[i] = filepath.Join(floor.dir, "images", s.UID)
+		dirs[i] = filepath.Join(floor.Dir, "images", s.UID)
 		if err := os.Mkdir(dirs[i], 0o700); err != nil {
 			return 0, 0, err
 		}
@@ -126,7 +126,7 @@ func (b *bench) bareCheckpoints(ctx context.Context, floor *bare, all []*client.
 	said, err = inParallel(ctx, len(all), len(all), func(ctx context.Context, i int) error {
 		return b.onOurs(ctx, floor, "checkpoint", "-leave-running", "-image-path="+dirs[i], all[i].UID)
 	})
-	err = errors.Join(err, syncfs(floor.dir))
+	err = errors.Join(err, syncfs(floor.Dir))
 	synced = time.Since(began)
 	for _, dir := range dirs {
 		err = errors.Join(err, os.RemoveAll(dir))
@@ -146,12 +146,12 @@ func syncfs(dir string) error {
 
 // onOurs calls bare runsc on a sandbox of agentd's.
 func (b *bench) onOurs(ctx context.Context, floor *bare, args ...string) error {
-	return callRunsc(ctx, floor.runsc, filepath.Join(b.state(), "runsc", "state"), floor.flags, floor.env, nil, args...)
+	return floor.Call(ctx, filepath.Join(b.state(), "runsc", "state"), nil, args...)
 }
 
 // bareFreeze captures one sandbox as agentd does, with nothing around it.
 func (b *bench) bareFreeze(ctx context.Context, floor *bare, s *client.Sandbox) (time.Duration, error) {
-	dir := filepath.Join(floor.dir, "images", s.UID)
+	dir := filepath.Join(floor.Dir, "images", s.UID)
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return 0, err
 	}

@@ -119,9 +119,9 @@ func readBulk(ctx context.Context, f *client.Files) error {
 }
 
 func (b *bare) exec(ctx context.Context, root, uid string, argv ...string) *exec.Cmd {
-	args := append([]string{"-root", root}, b.flags...)
-	cmd := exec.CommandContext(ctx, b.runsc, append(append(args, "exec", uid), argv...)...)
-	cmd.Env = b.env
+	args := append([]string{"-root", root}, b.Flags...)
+	cmd := exec.CommandContext(ctx, b.Path, append(append(args, "exec", uid), argv...)...)
+	cmd.Env = b.Env
 	return cmd
 }
 

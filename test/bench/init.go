@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	barerunsc "github.com/dormouse-run/dormouse/test/bare"
 )
 
 // waiterPath is the least init there is, in the subject's image; initMount is where the product has its own.
@@ -56,11 +57,11 @@ func (b *bench) costOfInit(ctx context.Context, plain []*client.Sandbox) (_ Row,
 	}
 	spec.Process.Args, spec.Process.Cwd = []string{waiterPath}, "/"
 	spec.Mounts = slices.DeleteFunc(spec.Mounts, func(m specs.Mount) bool { return m.Destination == initMount })
-	boxes := make([]*box, len(plain))
+	boxes := make([]*barerunsc.Box, len(plain))
 	defer func() {
 		for _, x := range boxes {
 			if x != nil {
-				err = errors.Join(err, x.remove(context.WithoutCancel(ctx)))
+				err = errors.Join(err, x.Remove(context.WithoutCancel(ctx)))
 			}
 		}
 	}()
@@ -68,12 +69,12 @@ func (b *bench) costOfInit(ctx context.Context, plain []*client.Sandbox) (_ Row,
 	group.SetLimit(3)
 	for i := range boxes {
 		group.Go(func() error {
-			x, err := floor.prepare(spec)
+			x, err := floor.Prepare(spec)
 			if err != nil {
 				return err
 			}
 			boxes[i] = x
-			return x.call(ctx, x.fifos, "run", "-detach", "-bundle="+x.folder, x.id)
+			return x.Run(ctx, true, "run", "-detach")
 		})
 	}
 	if err := group.Wait(); err != nil {
@@ -88,7 +89,7 @@ func (b *bench) costOfInit(ctx context.Context, plain []*client.Sandbox) (_ Row,
 		if err != nil {
 			return Row{}, err
 		}
-		bare, _, err := b.processes(x.id)
+		bare, _, err := b.processes(x.ID)
 		if err != nil {
 			return Row{}, err
 		}

@@ -96,20 +96,20 @@ func (r *restores) both(ctx context.Context, into *[3]Sample, cold bool) error {
 			return err
 		}
 	}
-	x, err := r.floor.prepare(r.spec)
+	x, err := r.floor.Prepare(r.spec)
 	if err != nil {
 		return err
 	}
 	if err := rest(ctx, breath); err != nil {
 		return err
 	}
-	started, answered, err := x.restore(ctx, r.image)
+	started, answered, err := x.Restore(ctx, r.image)
 	if err != nil {
 		return err
 	}
 	into[1].add(started)
 	into[2].add(answered)
-	return x.remove(ctx)
+	return x.Remove(ctx)
 }
 
 // dropPages takes the files of a folder out of the page cache.

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	barerunsc "github.com/dormouse-run/dormouse/test/bare"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
@@ -74,20 +75,20 @@ func (b *bench) startBoth(ctx context.Context, floor *bare, spec *specs.Spec, pr
 	if err := s.Delete(ctx, ""); err != nil {
 		return err
 	}
-	x, err := floor.prepare(spec)
+	x, err := floor.Prepare(spec)
 	if err != nil {
 		return err
 	}
 	if err := rest(ctx, breath); err != nil {
 		return err
 	}
-	first, second, err := x.start(ctx)
+	first, second, err := x.Start(ctx)
 	if err != nil {
 		return err
 	}
 	started.add(first)
 	answered.add(second)
-	return x.remove(ctx)
+	return x.Remove(ctx)
 }
 
 // startRates starts blocks of sandboxes each way in turn and gives the median rates.
@@ -110,9 +111,9 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 		if err := deleteAll(ctx, made); err != nil {
 			return 0, 0, err
 		}
-		boxes := make([]*box, block)
+		boxes := make([]*barerunsc.Box, block)
 		for i := range boxes {
-			if boxes[i], err = floor.prepare(spec); err != nil {
+			if boxes[i], err = floor.Prepare(spec); err != nil {
 				return 0, 0, err
 			}
 		}
@@ -120,14 +121,14 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 			return 0, 0, err
 		}
 		took, err = inParallel(ctx, width, block, func(ctx context.Context, i int) error {
-			_, _, err := boxes[i].start(ctx)
+			_, _, err := boxes[i].Start(ctx)
 			return err
 		})
 		if err != nil {
 			return 0, 0, err
 		}
 		c = append(c, block/took.Seconds())
-		if _, err := inParallel(ctx, 4, block, func(ctx context.Context, i int) error { return boxes[i].remove(ctx) }); err != nil {
+		if _, err := inParallel(ctx, 4, block, func(ctx context.Context, i int) error { return boxes[i].Remove(ctx) }); err != nil {
 			return 0, 0, err
 		}
 	}

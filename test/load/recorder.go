@@ -136,6 +136,27 @@ func (r *Recorder) Add(e Event) {
 	}
 }
 
+// Plan of the run.
+func (r *Recorder) Plan() Plan { return r.who.Plan }
+
+// AddFloor puts the rate of bare runsc at its best width beside that of all rounds of a phase.
+func (r *Recorder) AddFloor(p Phase, bare float64, width int, target float64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var done int
+	var took float64
+	for _, x := range r.all {
+		if x.Phase == p {
+			done, took = done+x.Done, took+x.TookMS/1000
+		}
+	}
+	row := FloorRow{What: string(p), Product: float64(done) / took, Bare: bare, Width: width, Target: target}
+	r.floor = append(r.floor, row)
+	if r.opts.Logf != nil {
+		r.opts.Logf("%s", row)
+	}
+}
+
 // mostFailures is how many the summary shows; events.jsonl has all.
 const mostFailures = 50
 

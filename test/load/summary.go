@@ -71,6 +71,11 @@ type FloorRow struct {
 // Ratio of the two.
 func (f FloorRow) Ratio() float64 { return f.Product / f.Bare }
 
+// String is the row on one line.
+func (f FloorRow) String() string {
+	return fmt.Sprintf("%s: %.1f/s, bare runsc %.1f/s (%d at a time): %.2f x (at least %.2f)", f.What, f.Product, f.Bare, f.Width, f.Ratio(), f.Target)
+}
+
 // Summary of a run.
 type Summary struct {
 	Identity
@@ -172,7 +177,7 @@ func (s Summary) String() string {
 		}
 	}
 	for _, f := range s.Floor {
-		fmt.Fprintf(&b, "%s: %.1f/s, bare runsc %.1f/s (%d at a time): %.2f x (at least %.2f)\n", f.What, f.Product, f.Bare, f.Width, f.Ratio(), f.Target)
+		fmt.Fprintln(&b, f)
 	}
 	if len(s.Peak) > 0 {
 		fmt.Fprintf(&b, "most memory: %s at the least; %d threads; killed for memory: %d\n", memory(Sample{Resident: s.Peak, Available: s.Least}), s.Tasks, s.OOMKills)

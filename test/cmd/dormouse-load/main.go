@@ -132,6 +132,9 @@ func run(ctx context.Context, plan load.Plan, out, image string, external bool) 
 		l.SetLogf(func(string, ...any) {})
 		defer func() { err = errors.Join(err, l.End(ctx)) }()
 		opts.Reach, opts.Image, opts.Machine, opts.Debt = l.Reach(), l.Image, l, l.Debt
+		if plan.Floor != "" {
+			opts.Floor = l.Floor
+		}
 	}
 	s, err := load.Run(ctx, load.NewID(), opts)
 	fmt.Printf("\n%s\nreport: %s\n", s, filepath.Join(out, "report.html"))

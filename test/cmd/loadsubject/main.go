@@ -146,7 +146,10 @@ func (s *state) question() (string, error) {
 		}
 		var buf [256]byte
 		n, err := syscall.Read(0, buf[:])
-		if errors.Is(err, syscall.EINTR) {
+		if errors.Is(err, syscall.EAGAIN) { // a FIFO that somebody made so
+			_, err = unix.Poll([]unix.PollFd{{Fd: 0, Events: unix.POLLIN}}, -1)
+		}
+		if err == nil && n < 0 || errors.Is(err, syscall.EINTR) {
 			continue
 		}
 		if err != nil {
