@@ -32,6 +32,17 @@ func TestRunOutputAndExit(t *testing.T) {
 	}
 }
 
+// TestSignalsOfAProcess: none of what init does with signals is handed on.
+func TestSignalsOfAProcess(t *testing.T) {
+	c := newSandbox(t).open(t)
+	out, _, e := run(t, c, subject("status", "read", "/proc/self/status"))
+	for _, want := range []string{"SigBlk:\t0000000000000000\n", "SigIgn:\t0000000000000000\n"} {
+		if e.Code != 0 || !strings.Contains(out, want) {
+			t.Errorf("exit %+v, want %q in %s", e, want, out)
+		}
+	}
+}
+
 // TestB17ExitCodeOfAProcessThatEndsAtOnce is exact 100 times of 100.
 func TestB17ExitCodeOfAProcessThatEndsAtOnce(t *testing.T) {
 	c := newSandbox(t).open(t)

@@ -55,14 +55,18 @@ type agent struct {
 	outArmed bool
 
 	// Processes.
-	procs map[string]*process
-	byPID map[int]*process
-	ended []*process
-	dirty []*process // have news for a wait or an input stream
+	procs  map[string]*process
+	byPID  map[int]*process
+	ended  []*process
+	ending bool       // a process has closed its outputs: most end right then
+	dirty  []*process // have news for a wait or an input stream
 	// streams counts waits, outputs and inputs.
 	streams int
 	outputs []*output
 	turn    int
+
+	passwd, group remembered
+	null          int // the null device once it was opened; 0 before
 
 	// Identity, as last configured.
 	named    string // the uid
@@ -146,6 +150,11 @@ func (a *agent) loop() error {
 			if f, ok := a.sources[events[i].Fd]; ok {
 				f(events[i].Events)
 			}
+		}
+		if a.ending {
+			// Sooner than the waiter says so, and told together with the end of the outputs.
+			a.ending = false
+			a.collect()
 		}
 		a.expire()
 	}

@@ -33,6 +33,9 @@ func (a *agent) readOutput(p *process, i int) {
 			return
 		}
 		if a.readOnce(p, i, room) == 0 {
+			if p.out[0].fd < 0 && p.out[1].fd < 0 {
+				a.ending = true
+			}
 			return
 		}
 	}

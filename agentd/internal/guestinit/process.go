@@ -118,8 +118,8 @@ func validStart(m *guestwire.Start) *failure {
 
 // spawn resolves everything that a Start names, then forks. On failure nothing is left.
 func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
-	passwd, _ := readFile("/etc/passwd", accountFileLimit)
-	group, _ := readFile("/etc/group", accountFileLimit)
+	passwd := a.passwd.read("/etc/passwd", accountFileLimit, wallClock)
+	group := a.group.read("/etc/group", accountFileLimit, wallClock)
 	acc, ferr := lookupUser(m.User, passwd, group)
 	if ferr != nil {
 		return ferr
@@ -131,8 +131,7 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 	if dir == "" {
 		dir = "/"
 	}
-	var st syscall.Stat_t
-	if err := syscall.Stat(dir, &st); err != nil || st.Mode&syscall.S_IFMT != syscall.S_IFDIR {
+	if !isDirectory(dir) {
 		return fail("INVALID_FIELD", "the working directory is not there; make it first, or choose another").with("field", "directory")
 	}
 	env, path := a.environment(m, acc.home)
@@ -145,7 +144,7 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 		limit = int(min(max(m.OutputBytes, minRing), maxRing))
 	}
 	sys := &syscall.SysProcAttr{Credential: acc.cred, Setsid: true, Setctty: m.Terminal != nil}
-	theirs, files, ferr := p.connect(m, acc, limit)
+	theirs, files, ferr := a.connect(p, m, acc, limit)
 	defer func() {
 		for _, fd := range theirs {
 			_ = syscall.Close(int(fd))
@@ -155,7 +154,7 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 		p.closePipes()
 		return ferr
 	}
-	pid, err := syscall.ForkExec(file, m.Args, &syscall.ProcAttr{Dir: dir, Env: env, Files: files, Sys: sys})
+	pid, err := fork(file, m.Args, &syscall.ProcAttr{Dir: dir, Env: env, Files: files, Sys: sys})
 	if err != nil {
 		p.closePipes()
 		return execFailure(err, m.Args[0])
@@ -165,10 +164,12 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 		p.deadline = clock(clockMonotonic) + int64(min(m.TimeoutMS, 1<<40))*1_000_000
 	}
 	a.procs[p.id], a.byPID[pid] = p, p
+	awaited := int64(0)
+	if m.HoldOutput {
+		awaited = clock(clockMonotonic) + holdLimit
+	}
 	for i := range p.out {
-		if m.HoldOutput {
-			p.out[i].awaited = clock(clockMonotonic) + holdLimit
-		}
+		p.out[i].awaited = awaited
 		if p.out[i].fd >= 0 {
 			a.watch(p.out[i].fd, syscall.EPOLLIN, func(uint32) { a.readOutput(p, i) })
 		}
@@ -177,15 +178,20 @@ func (a *agent) spawn(p *process, m *guestwire.Start) *failure {
 	return nil
 }
 
+func isDirectory(path string) bool {
+	var st syscall.Stat_t
+	return path == "/" || syscall.Stat(path, &st) == nil && st.Mode&syscall.S_IFMT == syscall.S_IFDIR
+}
+
 // connect makes what the process reads and writes: theirs is to be closed by the caller, files are
 // the child's first three descriptors.
-func (p *process) connect(m *guestwire.Start, acc account, limit int) (theirs, files []uintptr, ferr *failure) {
+func (a *agent) connect(p *process, m *guestwire.Start, acc account, limit int) (theirs, files []uintptr, ferr *failure) {
 	if m.Terminal == nil {
-		theirs, err := p.pipes(m.Stdin == guestwire.StdinPipe, limit)
+		theirs, files, err := a.pipes(p, m.Stdin == guestwire.StdinPipe, limit)
 		if err != nil {
 			return theirs, nil, execFailure(err, m.Args[0])
 		}
-		return theirs, theirs, nil
+		return theirs, files, nil
 	}
 	fd, err := p.terminal(*m.Terminal, acc.cred, limit)
 	if fd >= 0 {
@@ -228,39 +234,51 @@ func (a *agent) environment(m *guestwire.Start, home string) (env []string, path
 	return env, has["PATH"]
 }
 
-// pipes makes the three descriptors of the child, which the caller closes, and keeps init's ends.
-func (p *process) pipes(stdin bool, limit int) (theirs []uintptr, err error) {
+// pipes makes the three descriptors of the child, of which the caller closes theirs, and keeps init's ends.
+func (a *agent) pipes(p *process, stdin bool, limit int) (theirs, files []uintptr, err error) {
 	p.stdin.fd, p.out[0].fd, p.out[1].fd = -1, -1, -1
 	var fds [2]int
 	p.stdin.closed = !stdin
-	null, err := -1, syscall.ENOENT
+	null := -1
 	if !stdin {
-		null, err = openNull()
+		null = a.nullDevice()
 	}
-	if err == nil {
-		theirs = append(theirs, uintptr(null))
+	if null >= 0 {
+		files = append(files, uintptr(null))
 	} else {
 		// An image without a null device: a pipe that is at its end reads the same.
 		if err := syscall.Pipe2(fds[:], syscall.O_CLOEXEC); err != nil {
-			return theirs, err
+			return nil, nil, err
 		}
-		theirs = append(theirs, uintptr(fds[0]))
+		theirs, files = append(theirs, uintptr(fds[0])), append(files, uintptr(fds[0]))
 		if stdin {
 			p.stdin.fd = fds[1]
-			_ = syscall.SetNonblock(fds[1], true)
+			setNonblock(fds[1], syscall.O_WRONLY)
 		} else {
 			_ = syscall.Close(fds[1])
 		}
 	}
 	for i := range p.out {
 		if err := syscall.Pipe2(fds[:], syscall.O_CLOEXEC); err != nil {
-			return theirs, err
+			return theirs, nil, err
 		}
-		theirs, p.out[i].fd = append(theirs, uintptr(fds[1])), fds[0]
+		theirs, files, p.out[i].fd = append(theirs, uintptr(fds[1])), append(files, uintptr(fds[1])), fds[0]
 		p.out[i].ring.limit = limit
-		_ = syscall.SetNonblock(fds[0], true)
+		setNonblock(fds[0], syscall.O_RDONLY)
 	}
-	return theirs, nil
+	return theirs, files, nil
+}
+
+// nullDevice is where the processes without an input read from, or -1. Once it was opened it is kept.
+func (a *agent) nullDevice() int {
+	if a.null == 0 {
+		fd, err := openNull()
+		if err != nil {
+			return -1
+		}
+		a.null = fd
+	}
+	return a.null
 }
 
 func (p *process) closePipes() {
@@ -277,6 +295,12 @@ func (a *agent) reap() {
 	if n, _ := read(a.wake, b[:]); n == 0 {
 		return
 	}
+	a.collect()
+	a.seen <- struct{}{}
+}
+
+// collect reaps what has ended.
+func (a *agent) collect() {
 	for {
 		var ws syscall.WaitStatus
 		pid, err := syscall.Wait4(-1, &ws, syscall.WNOHANG, nil)
@@ -290,7 +314,6 @@ func (a *agent) reap() {
 			a.finish(p, ws)
 		}
 	}
-	a.seen <- struct{}{}
 }
 
 func (a *agent) finish(p *process, ws syscall.WaitStatus) {

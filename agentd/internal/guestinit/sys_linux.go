@@ -21,7 +21,10 @@ const (
 	capSysAdmin   = 21
 	capVersion3   = 0x20080522
 
-	sigIgn = 1
+	sigIgn     = 1
+	saRestorer = 0x04000000
+	saOnStack  = 0x08000000
+	saRestart  = 0x10000000
 )
 
 func clock(id uintptr) int64 {
@@ -29,6 +32,8 @@ func clock(id uintptr) int64 {
 	_, _, _ = syscall.RawSyscall(syscall.SYS_CLOCK_GETTIME, id, uintptr(unsafe.Pointer(&ts)), 0)
 	return ts.Nano()
 }
+
+func wallClock() int64 { return clock(clockRealtime) }
 
 // waitAny blocks until some child has ended and leaves it unreaped.
 func waitAny() syscall.Errno {
@@ -45,13 +50,13 @@ func eventfd() (int, error) {
 	return int(fd), nil
 }
 
+// sigaction is the kernel's.
+type sigaction struct{ handler, flags, restorer, mask uintptr }
+
 // ignoreSignals makes init deaf to what processes inside may send it by habit ("kill 1"): with the
-// Go runtime's own handlers that would end the sandbox. Children start with the default actions,
-// because the runtime resets every signal it handles between fork and exec.
+// Go runtime's own handlers that would end the sandbox. Children start with the default actions.
 func ignoreSignals() {
-	action := struct {
-		handler, flags, restorer, mask uintptr
-	}{handler: sigIgn}
+	action := deaf()
 	for _, sig := range []syscall.Signal{
 		syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2,
 		syscall.SIGALRM, syscall.SIGPIPE, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU,
@@ -124,6 +129,54 @@ func readFile(path string, limit int) ([]byte, error) {
 	return out, nil
 }
 
+// remembered is a file that is read again when it is another, or has changed.
+type remembered struct {
+	is      identity
+	content []byte
+}
+
+// identity tells one content of a file from another.
+type identity struct {
+	dev, ino          uint64
+	size              int64
+	modified, changed int64
+}
+
+func identityOf(st *syscall.Stat_t) identity {
+	return identity{dev: st.Dev, ino: st.Ino, size: st.Size, modified: st.Mtim.Nano(), changed: st.Ctim.Nano()}
+}
+
+// settled is how long, in nanoseconds, a file must not have changed before its times tell of the next change: a kernel's clock for them may
+// stand still for some milliseconds.
+const settled = 2_000_000_000
+
+// read gives the content of a regular file, up to the limit, and nothing where there is none. It costs one system call while the file stays.
+// now is the wall clock.
+func (r *remembered) read(path string, limit int, now func() int64) []byte {
+	var st syscall.Stat_t
+	if err := syscall.Stat(path, &st); err != nil {
+		*r = remembered{}
+		return nil
+	}
+	if r.is == identityOf(&st) && r.content != nil {
+		return r.content
+	}
+	*r = remembered{}
+	content, err := readFile(path, limit)
+	if err != nil {
+		return nil
+	}
+	var after syscall.Stat_t
+	if err := syscall.Stat(path, &after); err == nil && identityOf(&after) == identityOf(&st) && len(content) <= rememberMost &&
+		now()-max(st.Mtim.Nano(), st.Ctim.Nano()) > settled {
+		r.is, r.content = identityOf(&st), content
+	}
+	return content
+}
+
+// rememberMost bounds what is kept of a file.
+const rememberMost = 16 << 10
+
 // replaceFile writes a file beside path and renames it there, so that a symbolic link in the image
 // is replaced and never followed, and a reader sees the old content or the new.
 func replaceFile(dir, name, content string, mode uint32) error {
@@ -151,6 +204,11 @@ func replaceFile(dir, name, content string, mode uint32) error {
 		_ = syscall.Unlink(tmp)
 	}
 	return err
+}
+
+// setNonblock sets the flag of a pipe's end that is open in this mode and has no other flag.
+func setNonblock(fd, mode int) {
+	_, _, _ = syscall.RawSyscall(syscall.SYS_FCNTL, uintptr(fd), syscall.F_SETFL, uintptr(mode|syscall.O_NONBLOCK))
 }
 
 // openNull opens the null device, if that is what the image has there.
