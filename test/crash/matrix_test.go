@@ -26,6 +26,8 @@ type row struct {
 	may bool
 	// boot: the daemon is restarted with the point armed; nothing is asked of it.
 	boot bool
+	// late: the point comes after the operation's end.
+	late bool
 }
 
 func (r row) String() string { return r.daemon + "/" + r.name + "/" + strings.Join(r.points, "+") }
@@ -37,7 +39,7 @@ func matrix() []row {
 	var all []row
 	add := func(daemon, name string, do scenario, points ...string) {
 		for _, p := range points {
-			all = append(all, row{name: name, daemon: daemon, do: do, points: strings.Split(p, "+")})
+			all = append(all, row{name: name, daemon: daemon, do: do, points: strings.Split(p, "+"), late: p == "wake.dropped.after"})
 		}
 	}
 	of := func(prefixes ...string) (out []string) {
@@ -211,6 +213,9 @@ func (w *world) struck(r row, done chan error) {
 		select {
 		case ended = <-done:
 			done <- ended
+			if r.late {
+				return errors.New("the daemon lives")
+			}
 			return nil
 		default:
 			return errors.New("the daemon lives and the operation goes on")

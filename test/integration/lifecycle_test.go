@@ -164,9 +164,12 @@ func TestB14OneGenerationOfArtefact(t *testing.T) {
 		w.refused(err, errs.SandboxPaused)
 		w.ok(s.Resume(w.ctx, ""))
 		w.is(s, running)
-		if got := w.artefacts(node); len(got) != 0 {
-			t.Fatalf("round %d: running it has %v", i, got)
-		}
+		w.await("the artefact of a hibernation that is over is removed", func() error {
+			if got := w.artefacts(node); len(got) != 0 {
+				return fmt.Errorf("round %d: running it has %v", i, got)
+			}
+			return nil
+		})
 		if got := w.sh(s, fmt.Sprintf("echo %d >>/data/edits; kill -0 $(cat /tmp/pid) && hostname", i)); got != host {
 			t.Fatalf("round %d: it says %q, not %q", i, got, host)
 		}

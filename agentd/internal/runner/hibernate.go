@@ -215,13 +215,8 @@ func (o *owner) wake(ctx context.Context) error {
 	if err := o.n.fault("wake.running.after"); err != nil {
 		return err
 	}
-	if err := o.dropArtefact(); err != nil {
-		if crashed(err) {
-			return err
-		}
-		o.log.Warn("remove the artefact of a hibernation that is over; trying again later", "error", err)
-		o.again(func(context.Context) error { return o.dropArtefact() })
-	}
+	// Whoever waits for the sandbox does not wait for its disk: the record says that the artefact is spent.
+	o.after = o.dropArtefact
 	return nil
 }
 

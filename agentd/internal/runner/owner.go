@@ -46,6 +46,8 @@ type owner struct {
 	retry      *time.Timer
 	retryAfter time.Duration
 	retryFn    func(ctx context.Context) error
+	// after is done once the task that set it was answered, before the next one.
+	after func() error
 
 	mu    sync.Mutex
 	guest Guest
@@ -95,6 +97,9 @@ func (o *owner) run() {
 			}
 			close(t.done)
 			o.n.release(o)
+			if crashed(o.afterwards()) {
+				return
+			}
 		case e := <-o.events:
 			if err := o.handle(e); crashed(err) {
 				return
@@ -109,6 +114,21 @@ func (o *owner) run() {
 			return
 		}
 	}
+}
+
+// afterwards does what the task left for when it was answered. What fails is tried again later.
+func (o *owner) afterwards() error {
+	fn := o.after
+	o.after = nil
+	if fn == nil {
+		return nil
+	}
+	err := fn()
+	if err != nil && !crashed(err) {
+		o.log.Warn("what follows an answer; trying again later", "error", err)
+		o.again(func(context.Context) error { return fn() })
+	}
+	return err
 }
 
 // perform runs a task that a Delete may end.
