@@ -126,13 +126,22 @@ func (a *App) overview(ctx context.Context) (*nodev1.OverviewResponse, error) {
 	if err != nil {
 		return nil, err
 	}
-	inv, err := a.node.Inventory(ctx)
+	inv, err := a.node.items(ctx)
 	if err != nil {
 		return nil, err
 	}
+	count := func(kind string) int32 {
+		n := int32(0)
+		for _, i := range inv {
+			if strings.HasPrefix(i.key, kind+"/") {
+				n++
+			}
+		}
+		return n
+	}
 	return &nodev1.OverviewResponse{
 		Node: a.cfg.Node, Version: version.Get().String(), SessionEpoch: uint64(a.session.Epoch()), CoordinatorEpoch: uint64(epochs.Coordinator),
-		Connected: a.session.Connected(), Sandboxes: int32(len(inv.GetSandboxes())), Snapshots: int32(len(inv.GetSnapshots())),
-		Volumes: int32(len(inv.GetVolumes())), Images: int32(len(inv.GetImages())), RuntimeBundle: a.bundles.Current().Digest,
+		Connected: a.session.Connected(), Sandboxes: count("sandbox"), Snapshots: count("snapshot"),
+		Volumes: count("volume"), Images: count("image"), RuntimeBundle: a.bundles.Current().Digest,
 	}, nil
 }

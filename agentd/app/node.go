@@ -29,7 +29,6 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
 	"github.com/dormouse-run/dormouse/pkg/version"
-	"github.com/dormouse-run/dormouse/pkg/wire"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -219,37 +218,6 @@ func (n *node) imageProtos(ctx context.Context) ([]*dormousev1.Image, error) {
 	return out, nil
 }
 
-// Inventory is all that the node holds, from its records. A sandbox that is still being made is in it: its
-// uid is taken.
-func (n *node) Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, error) {
-	boxes, err := n.state.Sandboxes()
-	if err != nil {
-		return nil, err
-	}
-	snaps, err := n.state.Snapshots()
-	if err != nil {
-		return nil, err
-	}
-	vols, err := n.volumes.list(ctx)
-	if err != nil {
-		return nil, err
-	}
-	inv := &nodev1.GetInventoryResponse{}
-	for _, rec := range boxes {
-		inv.Sandboxes = append(inv.Sandboxes, observed(rec).Proto())
-	}
-	for _, rec := range snaps {
-		if rec.State == nodestate.SnapshotReady {
-			inv.Snapshots = append(inv.Snapshots, wire.SnapshotObservationToProto(snapshotOf(rec)))
-		}
-	}
-	for _, v := range vols {
-		inv.Volumes = append(inv.Volumes, wire.VolumeObservationToProto(v))
-	}
-	inv.Images, err = n.imageProtos(ctx)
-	return inv, err
-}
-
 // SandboxNetwork tells what a sandbox's network has seen.
 func (n *node) SandboxNetwork(_ context.Context, tenant, uid string) (*dormousev1.SandboxNetwork, error) {
 	rec, err := n.state.Sandbox(uid)
@@ -269,9 +237,12 @@ func (n *node) Journal(after string, limit int) ([]*nodev1.JournalEntry, string,
 	return n.journal.Read(after, limit)
 }
 
+// JournalEntry gives what the node keeps of one record of the catalog: nil is nothing.
+func (n *node) JournalEntry(key string) (*nodev1.JournalEntry, error) { return n.journal.Get(key) }
+
 // Hello is everything that the node says of itself.
 func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
-	inv, err := n.Inventory(ctx)
+	images, err := n.imageProtos(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -292,7 +263,7 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 	return &nodev1.Hello{
 		Node: n.cfg.Node, Address: n.cfg.Advertise, Version: version.Get().Version, Labels: n.cfg.Labels, Capacity: capacity, Allocatable: allocatable,
 		RuntimeBundles: digests, CpuFeatures: n.cpu, HighestCoordinatorEpoch: uint64(epochs.Coordinator), Architecture: goruntime.GOARCH,
-		Inventory: inv, BootId: n.bootID, DirectAddress: n.cfg.Direct.Advertise, NetworkModes: n.cfg.Network.modes(), Uses: usesToProto(n.uses.News(true)),
+		Inventory: &nodev1.GetInventoryResponse{Images: images}, BootId: n.bootID, DirectAddress: n.cfg.Direct.Advertise, NetworkModes: n.cfg.Network.modes(), Uses: usesToProto(n.uses.News(true)),
 		HighestSessionEpoch: uint64(epochs.Session), Witness: kept.Witness, WitnessMark: kept.Mark, Journal: kept.Complete,
 	}, nil
 }

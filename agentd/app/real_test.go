@@ -149,8 +149,8 @@ func TestB18AgentdKilledKeepsSandboxes(t *testing.T) {
 	if out, code := b.sh(box.GetUid(), "echo $$ > /tmp/f; echo alive"); out != "alive\n" || code != 0 {
 		t.Fatalf("%q %d", out, code)
 	}
-	if b.coord.hello.GetInventory().GetSandboxes()[0].GetUid() != box.GetUid() {
-		t.Fatalf("the inventory: %v", b.coord.hello.GetInventory())
+	if inv := b.inventory(); inv.GetSandboxes()[0].GetUid() != box.GetUid() {
+		t.Fatalf("the inventory: %v", inv)
 	}
 	// In order, too.
 	must(t, b.stack.StopAgentd(ctx(t), 1))

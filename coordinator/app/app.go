@@ -205,13 +205,18 @@ func (a *App) assemble(files *pki.Source) {
 	a.registry = sessions.New(sessions.Config{
 		Store: a.store, Queue: publisher{a.queue}, Log: a.log, Heartbeat: a.cfg.Nodes.Heartbeat, Missed: a.cfg.Nodes.Missed,
 		OnHigherEpoch: a.higherEpoch, Witness: a.witness, PeerNode: peerNode, TicketKeys: a.ticketKeys,
-		Inventory: func(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
-			return a.pool.Inventory(ctx, node)
+		Inventory: func(ctx context.Context, node, after string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
+			return a.pool.Inventory(ctx, node, after)
 		},
+		Trace: func(ctx context.Context, node, key string) (*nodev1.JournalEntry, error) {
+			return a.pool.Trace(ctx, node, key)
+		},
+		OrphansEvery: a.cfg.Nodes.OrphansEvery, OrphanGrace: a.cfg.Nodes.OrphanGrace,
 	})
 	node := func(name string) *tls.Config { return files.Client(pki.RoleNode, name) }
 	a.pool, a.streams = nodeclient.New(sessions.Directory{Registry: a.registry}, node), nodeclient.NewStreams(node)
 	a.metrics.nodes(a.gatherer, a.registry)
+	a.metrics.catalog(a.gatherer, a)
 }
 
 // peerNode gives the node that a session's certificate was given to.

@@ -188,7 +188,12 @@ func (k keeper) Status(ctx context.Context) (api.CatalogStatus, error) {
 		return api.CatalogStatus{}, notLeading()
 	}
 	q := k.queue.Load()
-	return api.CatalogStatus{Status: st, Head: h.Head, Waiting: q.Waiting, Queued: q.Queued, Unknown: q.Unknown, Nodes: k.registry.Views()}, nil
+	out := api.CatalogStatus{Status: st, Head: h.Head, Waiting: q.Waiting, Queued: q.Queued, Unknown: q.Unknown, Nodes: k.registry.Views()}
+	if e := k.engine.Load(); e != nil {
+		out.Deletions = e.Deletions()
+	}
+	out.Removed, out.Held, out.Unread = k.registry.Orphans()
+	return out, nil
 }
 
 // Repair implements api.Catalog.
@@ -196,19 +201,21 @@ func (k keeper) Repair(ctx context.Context, acceptLoss bool, without []string) (
 	return k.repair(ctx, acceptLoss, without)
 }
 
+// maxCompact bounds what one call of an operator forgets.
+const maxCompact = 20 * catalog.MaxPage
+
 // Compact implements api.Catalog.
-func (k keeper) Compact(ctx context.Context) (int, error) {
+func (k keeper) Compact(ctx context.Context) (forgotten int, more bool, err error) {
 	if k.inForce.Load() == nil {
-		return 0, notLeading()
+		return 0, false, notLeading()
 	}
-	total := 0
-	for ctx.Err() == nil {
+	for forgotten < maxCompact {
 		n, err := k.store.Compact(ctx, catalog.MaxPage)
-		if total += n; err != nil || n < catalog.MaxPage {
-			return total, err
+		if forgotten += n; err != nil || n < catalog.MaxPage {
+			return forgotten, false, err
 		}
 	}
-	return total, ctx.Err()
+	return forgotten, true, nil
 }
 
 // Verify implements api.Catalog.

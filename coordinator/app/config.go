@@ -75,13 +75,18 @@ type Config struct {
 	Nodes struct {
 		Heartbeat     time.Duration `yaml:"heartbeat" usage:"interval of the nodes' heartbeats"`
 		Missed        int           `yaml:"missed" usage:"heartbeats missed before a node is away"`
+		OrphansEvery  time.Duration `yaml:"orphans_every" usage:"how long after one look for orphans on a node the next one comes"`
+		OrphanGrace   time.Duration `yaml:"orphan_grace" usage:"how long what only a node's own journal calls deleted is kept all the same"`
 		PlacementWait time.Duration `yaml:"placement_wait" usage:"how long a node that is away is waited for when no other fits"`
 	} `yaml:"nodes"`
 	Operations struct {
-		Parallel   int           `yaml:"parallel" usage:"copies of one fork that are made at a time"`
-		MaxPending int           `yaml:"max_pending" usage:"operations in progress before QUEUE_FULL"`
-		Life       time.Duration `yaml:"life" usage:"how long ended operations and receipts are kept"`
-		EventLife  time.Duration `yaml:"event_life" usage:"how long events are kept"`
+		Parallel   int `yaml:"parallel" usage:"copies of one fork that are made at a time"`
+		MaxPending int `yaml:"max_pending" usage:"operations in progress before QUEUE_FULL"`
+		// DeletionsPerNode has a default that is narrow, since it is the disk that is waited for.
+		DeletionsPerNode int `yaml:"deletions_per_node" usage:"snapshots and volumes that are removed from a node at a time"`
+
+		Life      time.Duration `yaml:"life" usage:"how long ended operations and receipts are kept"`
+		EventLife time.Duration `yaml:"event_life" usage:"how long events are kept"`
 	} `yaml:"operations"`
 	Admin string        `yaml:"admin_socket" usage:"unix socket for metrics, profiles and health, for root only; none if empty"`
 	Stop  time.Duration `yaml:"stop_grace" usage:"how long calls may go on when the process is told to stop"`
@@ -104,8 +109,11 @@ func DefaultConfig() Config {
 	c.Nodes.Heartbeat = 2 * time.Second
 	c.Nodes.Missed = 4
 	c.Nodes.PlacementWait = 10 * time.Second
+	c.Nodes.OrphansEvery = 10 * time.Minute
+	c.Nodes.OrphanGrace = 10 * time.Minute
 	c.Operations.Parallel = 4
 	c.Operations.MaxPending = 8192
+	c.Operations.DeletionsPerNode = 4
 	c.Operations.Life = 24 * time.Hour
 	c.Operations.EventLife = time.Hour
 	c.Admin = "/run/dormouse/coordinator/admin.sock"
@@ -147,8 +155,14 @@ func (c *Config) Validate() error {
 	if c.Nodes.Heartbeat < 10*time.Millisecond || c.Nodes.Missed < 2 {
 		fail("nodes", "a heartbeat of at least 10ms, and at least 2 missed")
 	}
+	if c.Nodes.OrphansEvery < time.Second || c.Nodes.OrphanGrace < 0 {
+		fail("nodes.orphans_every", "at least 1s, and no grace below 0")
+	}
 	if c.Operations.Life < time.Minute {
 		fail("operations.life", "at least a minute")
+	}
+	if c.Operations.DeletionsPerNode < 1 {
+		fail("operations.deletions_per_node", "at least 1")
 	}
 	return errors.Join(all...)
 }

@@ -106,7 +106,7 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	}
 	engine, err := operations.Start(ctx, operations.Config{
 		Catalog: a.store, Queue: publisher{a.queue}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
-		PlacementWait: a.cfg.Nodes.PlacementWait, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
+		PlacementWait: a.cfg.Nodes.PlacementWait, DeletionsPerNode: a.cfg.Operations.DeletionsPerNode, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
 		OperationLife: a.cfg.Operations.Life + a.cfg.Operations.Life/12, EventLife: a.cfg.Operations.EventLife, OnDone: a.metrics.operation,
 	})
 	if err != nil {

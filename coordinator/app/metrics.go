@@ -1,6 +1,7 @@
 package app
 
 import (
+	"context"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -38,6 +39,76 @@ func (m *metrics) operation(kind operations.Kind, reason errs.Reason, took time.
 	if reason == "" {
 		m.seconds.WithLabelValues(string(kind)).Observe(took.Seconds())
 	}
+}
+
+// catalog tells of the catalog when it is asked; what the store itself knows is asked of it, within statusTime.
+func (m *metrics) catalog(r prometheus.Registerer, a *App) { r.MustRegister(&catalogCollector{a}) }
+
+// statusTime bounds what one scrape waits for the store.
+const statusTime = 2 * time.Second
+
+var (
+	seqDesc      = prometheus.NewDesc("dormouse_catalog_sequence", "Commits in the catalog's history.", nil, nil)
+	tombDesc     = prometheus.NewDesc("dormouse_catalog_tombstones", "Traces of what was deleted.", nil, nil)
+	lagDesc      = prometheus.NewDesc("dormouse_catalog_journal_lag_commits", "How many commits the journal of the node that is furthest behind lacks, of those online.", nil, nil)
+	pendingDesc  = prometheus.NewDesc("dormouse_catalog_deletions_pending", "Deletions that were accepted and have not ended, by kind of object.", []string{"kind"}, nil)
+	activeDesc   = prometheus.NewDesc("dormouse_catalog_deletions_active", "Of the pending deletions, those in their turn at a node.", []string{"kind"}, nil)
+	oldestDesc   = prometheus.NewDesc("dormouse_catalog_deletions_oldest_seconds", "Age of the oldest pending deletion; 0 without one.", []string{"kind"}, nil)
+	heldDesc     = prometheus.NewDesc("dormouse_catalog_orphans_held", "What nodes hold that no record names, and that nothing proves to be deleted.", nil, nil)
+	removedDesc  = prometheus.NewDesc("dormouse_catalog_orphans_removed", "Orphans that were removed since this coordinator began to lead.", nil, nil)
+	unreadDesc   = prometheus.NewDesc("dormouse_catalog_orphans_unread_nodes", "Nodes whose last look for orphans failed.", nil, nil)
+	catalogDescs = []*prometheus.Desc{seqDesc, tombDesc, lagDesc, pendingDesc, activeDesc, oldestDesc, heldDesc, removedDesc, unreadDesc}
+)
+
+// catalogCollector has figures on the leader only: others would show old ones.
+type catalogCollector struct{ *App }
+
+func (c *catalogCollector) Describe(descs chan<- *prometheus.Desc) {
+	for _, d := range catalogDescs {
+		descs <- d
+	}
+}
+
+func (c *catalogCollector) Collect(metrics chan<- prometheus.Metric) {
+	e := c.engine.Load()
+	if e == nil {
+		return
+	}
+	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
+		metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	for _, d := range e.Deletions() {
+		gauge(pendingDesc, float64(d.Pending), string(d.Kind))
+		gauge(activeDesc, float64(d.Active), string(d.Kind))
+		age := 0.0
+		if !d.Oldest.IsZero() {
+			age = max(time.Since(d.Oldest).Seconds(), 0)
+		}
+		gauge(oldestDesc, age, string(d.Kind))
+	}
+	removed, held, unread := c.registry.Orphans()
+	gauge(removedDesc, float64(removed))
+	gauge(heldDesc, float64(held))
+	gauge(unreadDesc, float64(unread))
+	ctx, cancel := context.WithTimeout(context.Background(), statusTime)
+	defer cancel()
+	st, err := c.store.Status(ctx)
+	if err != nil {
+		return // the store is away: readiness says so
+	}
+	gauge(seqDesc, float64(st.Seq))
+	gauge(tombDesc, float64(st.Tombstones))
+	lag := uint64(0)
+	for _, v := range c.registry.Views() {
+		switch {
+		case !v.Online:
+		case v.Journal.Incarnation != st.Incarnation:
+			lag = max(lag, st.Seq)
+		case v.Journal.Seq < st.Seq:
+			lag = max(lag, st.Seq-v.Journal.Seq)
+		}
+	}
+	gauge(lagDesc, float64(lag))
 }
 
 // nodes counts nodes when it is asked.

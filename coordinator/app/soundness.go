@@ -153,7 +153,11 @@ func (nothing) Placements(context.Context, string) ([]*records.Sandbox, error) {
 	return nil, catalog.Refusal(errs.CatalogRewound)
 }
 
-func (nothing) Orphaned(context.Context, catalog.Key) (bool, error) {
+func (nothing) Judge(context.Context, []catalog.Key) (map[catalog.Key]operations.Verdict, error) {
+	return nil, catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) Confirms(context.Context, catalog.Key, catalog.Point) (bool, error) {
 	return false, catalog.Refusal(errs.CatalogRewound)
 }
 

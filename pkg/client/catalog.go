@@ -9,12 +9,26 @@ import (
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
-// CatalogStatus tells how the catalog is: where its history stands, what waits, whether it takes writes. For operators.
+// CatalogStatus tells how the catalog is: where its history stands, what waits, whether it takes writes, with the journals
+// of all nodes. For operators.
 func (c *Client) CatalogStatus(ctx context.Context) (*dormousev1.CatalogStatus, error) {
-	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.GetCatalogStatusResponse, error) {
-		return c.catalog.GetCatalogStatus(ctx, &dormousev1.GetCatalogStatusRequest{})
-	})
-	return resp.GetCatalog(), err
+	var st *dormousev1.CatalogStatus
+	for token := ""; ; {
+		resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.GetCatalogStatusResponse, error) {
+			return c.catalog.GetCatalogStatus(ctx, &dormousev1.GetCatalogStatusRequest{PageToken: token})
+		})
+		if err != nil {
+			return nil, err
+		}
+		if st == nil {
+			st = resp.GetCatalog()
+		} else {
+			st.Journals = append(st.Journals, resp.GetCatalog().GetJournals()...)
+		}
+		if token = resp.GetNextPageToken(); token == "" {
+			return st, nil
+		}
+	}
 }
 
 // VerifyCatalog compares the catalog with what the nodes have and gives each difference. It changes nothing. For operators.
@@ -51,10 +65,15 @@ func (c *Client) RepairCatalog(ctx context.Context, acceptLoss bool, without ...
 	return c.catalog.RepairCatalog(ctx, &dormousev1.RepairCatalogRequest{AcceptLoss: acceptLoss, WithoutNodes: without})
 }
 
-// CompactCatalog forgets the traces of what was deleted whose time is over, and says how many. For operators.
-func (c *Client) CompactCatalog(ctx context.Context) (int64, error) {
-	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.CompactCatalogResponse, error) {
-		return c.catalog.CompactCatalog(ctx, &dormousev1.CompactCatalogRequest{})
-	})
-	return resp.GetForgotten(), err
+// CompactCatalog forgets the traces of what was deleted whose time is over, a bounded number in each call, and says how
+// many there were. For operators.
+func (c *Client) CompactCatalog(ctx context.Context) (total int64, err error) {
+	for {
+		resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.CompactCatalogResponse, error) {
+			return c.catalog.CompactCatalog(ctx, &dormousev1.CompactCatalogRequest{})
+		})
+		if total += resp.GetForgotten(); err != nil || !resp.GetMore() {
+			return total, err
+		}
+	}
 }

@@ -72,9 +72,12 @@ type Images interface {
 	RemoveImage(ctx context.Context, digest string) error
 }
 
-// Inventory is all that the node holds, from its records.
+// Inventory is what the node holds, from its records.
 type Inventory interface {
-	Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, error)
+	// Inventory gives a page; a limit of 0 is the largest.
+	Inventory(ctx context.Context, after string, limit int) (*nodev1.GetInventoryResponse, error)
+	// JournalEntry gives what the node keeps of one record of the catalog: nil is nothing.
+	JournalEntry(key string) (*nodev1.JournalEntry, error)
 	// Journal gives a page of what the node keeps of the catalog, and the key to go on after.
 	Journal(after string, limit int) ([]*nodev1.JournalEntry, string, error)
 }
@@ -425,12 +428,19 @@ func (s *Server) GetSandboxNetwork(ctx context.Context, req *nodev1.GetSandboxNe
 }
 
 // GetInventory implements AgentService.
-func (s *Server) GetInventory(ctx context.Context, _ *nodev1.GetInventoryRequest) (*nodev1.GetInventoryResponse, error) {
-	return s.Inventory.Inventory(ctx)
+func (s *Server) GetInventory(ctx context.Context, req *nodev1.GetInventoryRequest) (*nodev1.GetInventoryResponse, error) {
+	return s.Inventory.Inventory(ctx, req.GetAfter(), int(req.GetPageSize()))
 }
 
 // ReadJournal implements AgentService.
 func (s *Server) ReadJournal(_ context.Context, req *nodev1.ReadJournalRequest) (*nodev1.ReadJournalResponse, error) {
+	if key := req.GetKey(); key != "" {
+		e, err := s.Inventory.JournalEntry(key)
+		if e == nil || err != nil {
+			return &nodev1.ReadJournalResponse{}, err
+		}
+		return &nodev1.ReadJournalResponse{Entries: []*nodev1.JournalEntry{e}}, nil
+	}
 	entries, next, err := s.Inventory.Journal(req.GetAfter(), int(req.GetPageSize()))
 	return &nodev1.ReadJournalResponse{Entries: entries, Next: next}, err
 }

@@ -309,6 +309,19 @@ func forgetDeleted(tx *bolt.Tx) error {
 	return nil
 }
 
+// Get gives the entry of a key, tenant/kind/uid: nil is none.
+func (j *Journal) Get(key string) (e *nodev1.JournalEntry, err error) {
+	err = j.db.View(func(tx *bolt.Tx) error {
+		data := tx.Bucket(bucketEntries).Get([]byte(key))
+		if data == nil {
+			return nil
+		}
+		e, err = decode(data)
+		return err
+	})
+	return e, err
+}
+
 // Read gives a page in order of key, and the key to go on after: "" at the end.
 func (j *Journal) Read(after string, limit int) (page []*nodev1.JournalEntry, next string, err error) {
 	if limit <= 0 || limit > MaxPage {

@@ -55,6 +55,22 @@ func pointText(p *dormousev1.HistoryPoint) string {
 	return fmt.Sprintf("%d of %s", p.GetSeq(), inc[:min(len(inc), 8)])
 }
 
+func orphansText(o *dormousev1.OrphanProgress) string {
+	text := fmt.Sprintf("%d removed, %d left alone", o.GetRemoved(), o.GetHeld())
+	if n := o.GetUnreadNodes(); n > 0 {
+		text += fmt.Sprintf(", unknown on %d nodes", n)
+	}
+	return text
+}
+
+func deletionText(d *dormousev1.DeletionProgress) string {
+	text := fmt.Sprintf("%d %ss, %d of them now, %d ended in the last minute", d.GetPending(), d.GetKind(), d.GetActive(), d.GetEndedLastMinute())
+	if d.GetOldestTime() != nil {
+		text += ", the oldest since " + ageOf(d.GetOldestTime())
+	}
+	return text
+}
+
 func catalogStatus(c call) error {
 	st, err := c.client.CatalogStatus(c.ctx)
 	if err != nil {
@@ -68,14 +84,19 @@ func catalogStatus(c call) error {
 		state = fmt.Sprintf("SUSPENDED for %s: %s knew of commit %s; see \"dormouse admin catalog repair --help\"",
 			ageOf(why.GetSince()), why.GetFoundBy(), pointText(why.GetWitness()))
 	}
-	for _, line := range [][2]string{
+	lines := [][2]string{
 		{"State", state},
 		{"Server", st.GetServer() + ", " + st.GetDurability()},
 		{"Commits", pointText(st.GetHead())},
 		{"Epoch", strconv.FormatUint(st.GetCoordinatorEpoch(), 10)},
 		{"Tombstones", strconv.FormatInt(st.GetTombstones(), 10)},
 		{"Queue", fmt.Sprintf("%d waiting, %d built, %d of unknown outcome", st.GetWaiting(), st.GetQueued(), st.GetUnknown())},
-	} {
+		{"Orphans", orphansText(st.GetOrphans())},
+	}
+	for _, d := range st.GetDeletions() {
+		lines = append(lines, [2]string{"Deleting", deletionText(d)})
+	}
+	for _, line := range lines {
 		if _, err := fmt.Fprintf(c.App.Writer, "%-11s %s\n", line[0]+":", line[1]); err != nil {
 			return err
 		}

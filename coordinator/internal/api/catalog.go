@@ -6,6 +6,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
+	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -19,6 +20,11 @@ type CatalogStatus struct {
 	Head                     catalog.Point
 	Waiting, Queued, Unknown int64
 	Nodes                    []sessions.View
+	Deletions                []operations.Deletion
+	// Removed, Held and Unread are of orphans: how many were removed in this term, are left alone, and on how many nodes
+	// it is not known.
+	Removed      int64
+	Held, Unread int
 }
 
 // Catalog looks after the catalog. All of it is the leader's.
@@ -26,7 +32,8 @@ type Catalog interface {
 	Status(ctx context.Context) (CatalogStatus, error)
 	Verify(ctx context.Context, found func(repair.Finding) error) (records int, err error)
 	Repair(ctx context.Context, acceptLoss bool, without []string) ([]repair.Finding, error)
-	Compact(ctx context.Context) (int, error)
+	// Compact forgets a bounded number of expired tombstones, and tells whether there may be more.
+	Compact(ctx context.Context) (forgotten int, more bool, err error)
 }
 
 // maxFindings bounds one message.
@@ -44,29 +51,62 @@ func pointToProto(p catalog.Point) *dormousev1.HistoryPoint {
 	return &dormousev1.HistoryPoint{Incarnation: p.Incarnation, Seq: p.Seq, Digest: p.Digest}
 }
 
-func (s catalogService) status(ctx context.Context) (*dormousev1.CatalogStatus, error) {
+// status gives the journals of at most size nodes after one, and the last of them if there are more.
+func (s catalogService) status(ctx context.Context, after string, size int) (out *dormousev1.CatalogStatus, next string, err error) {
 	st, err := s.cfg.Catalog.Status(ctx)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
-	out := &dormousev1.CatalogStatus{Server: st.Server, Durability: st.Durability, Head: pointToProto(st.Head), CoordinatorEpoch: uint64(st.Epoch),
+	out = &dormousev1.CatalogStatus{Server: st.Server, Durability: st.Durability, Head: pointToProto(st.Head), CoordinatorEpoch: uint64(st.Epoch),
 		Tombstones: int64(st.Tombstones), Waiting: st.Waiting, Queued: st.Queued, Unknown: st.Unknown}
 	if why := st.Suspended; why != nil {
 		out.Suspended = &dormousev1.CatalogSuspension{Since: timeToProto(why.Since), FoundBy: why.By, Witness: pointToProto(why.Witness)}
 	}
+	for _, d := range st.Deletions {
+		if d.Pending > 0 || d.Ended > 0 {
+			out.Deletions = append(out.Deletions, &dormousev1.DeletionProgress{Kind: string(d.Kind), Pending: int64(d.Pending), Active: int64(d.Active),
+				OldestTime: timeToProto(d.Oldest), EndedLastMinute: int64(d.Ended)})
+		}
+	}
+	out.Orphans = &dormousev1.OrphanProgress{Removed: st.Removed, Held: int64(st.Held), UnreadNodes: int64(st.Unread)}
 	for _, n := range st.Nodes {
+		if n.Name <= after {
+			continue
+		}
+		if len(out.GetJournals()) == size {
+			return out, out.GetJournals()[size-1].GetNode(), nil
+		}
 		out.Journals = append(out.Journals, &dormousev1.NodeJournal{Node: n.Name, Online: n.Online, Point: pointToProto(n.Journal)})
 	}
-	return out, nil
+	return out, "", nil
 }
 
 // GetCatalogStatus implements CatalogService.
-func (s catalogService) GetCatalogStatus(ctx context.Context, _ *dormousev1.GetCatalogStatusRequest) (*dormousev1.GetCatalogStatusResponse, error) {
+func (s catalogService) GetCatalogStatus(ctx context.Context, req *dormousev1.GetCatalogStatusRequest) (*dormousev1.GetCatalogStatusResponse, error) {
 	if _, err := auth.Operator(ctx); err != nil {
 		return nil, err
 	}
-	st, err := s.status(ctx)
-	return &dormousev1.GetCatalogStatusResponse{Catalog: st}, err
+	size := int(req.GetPageSize())
+	if size == 0 {
+		size = catalog.MaxPage
+	}
+	size, err := catalog.PageSize(size)
+	if err != nil {
+		return nil, err
+	}
+	t, err := parseToken(req.GetPageToken(), filterID("journals"))
+	if err != nil {
+		return nil, err
+	}
+	st, next, err := s.status(ctx, t.After, size)
+	if err != nil {
+		return nil, err
+	}
+	resp := &dormousev1.GetCatalogStatusResponse{Catalog: st}
+	if t.After = next; next != "" {
+		resp.NextPageToken = t.encode()
+	}
+	return resp, nil
 }
 
 var differences = map[repair.Difference]dormousev1.CatalogDifference{
@@ -126,7 +166,7 @@ func (s catalogService) RepairCatalog(ctx context.Context, req *dormousev1.Repai
 	for _, f := range found[:min(len(found), maxFindings)] {
 		resp.Findings = append(resp.Findings, findingToProto(f))
 	}
-	resp.Catalog, err = s.status(ctx)
+	resp.Catalog, _, err = s.status(ctx, "", catalog.MaxPage)
 	return resp, err
 }
 
@@ -135,6 +175,6 @@ func (s catalogService) CompactCatalog(ctx context.Context, _ *dormousev1.Compac
 	if _, err := auth.Operator(ctx); err != nil {
 		return nil, err
 	}
-	n, err := s.cfg.Catalog.Compact(ctx)
-	return &dormousev1.CompactCatalogResponse{Forgotten: int64(n)}, err
+	n, more, err := s.cfg.Catalog.Compact(ctx)
+	return &dormousev1.CompactCatalogResponse{Forgotten: int64(n), More: more}, err
 }

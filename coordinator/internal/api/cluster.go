@@ -275,7 +275,7 @@ func (s imageService) DeleteImage(ctx context.Context, req *dormousev1.DeleteIma
 // removeImage removes an image from a node and tells whether it was there. The node itself is asked: what
 // it said with its last heartbeat may be old.
 func (s imageService) removeImage(ctx context.Context, tenant, node, digest string) (bool, error) {
-	inv, _, err := s.cfg.Agents.Inventory(ctx, node)
+	inv, _, err := s.cfg.Agents.Inventory(ctx, node, "image/"+digest) // the page that begins with the digest, if it is there
 	if err != nil {
 		return false, err
 	}

@@ -92,7 +92,7 @@ func (*willing) Verify(_ context.Context, found func(repair.Finding) error) (int
 
 func (*willing) Repair(context.Context, bool, []string) ([]repair.Finding, error) { return nil, nil }
 
-func (*willing) Compact(context.Context) (int, error) { return 0, nil }
+func (*willing) Compact(context.Context) (int, bool, error) { return 0, false, nil }
 
 func newWorld() *world {
 	ctx, cancel := context.WithCancel(context.Background())
@@ -418,6 +418,6 @@ func (n *willing) Conn(context.Context, nodeclient.Place, bool) (*grpc.ClientCon
 	return nil, errs.New(errs.NodeAway, "no node is here").With("node", "n1")
 }
 
-func (n *willing) Inventory(context.Context, string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
+func (n *willing) Inventory(context.Context, string, string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
 	return &nodev1.GetInventoryResponse{}, n.session, nil
 }

@@ -52,7 +52,8 @@ type Nodes interface {
 type Agents interface {
 	PullImage(ctx context.Context, node string, c operations.Command, reference string, progress func(*dormousev1.PullProgress) error) (*dormousev1.Image, error)
 	RemoveImage(ctx context.Context, node string, c operations.Command, digest string) error
-	Inventory(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
+	// Inventory gives a page of what a node holds, in order of kind/uid, after the given place.
+	Inventory(ctx context.Context, node, after string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
 }
 
 // Streams connects to nodes for the calls of the data plane.

@@ -267,10 +267,10 @@ func (p *Pool) DeleteVolume(ctx context.Context, node string, c operations.Comma
 	})
 }
 
-// Inventory asks for all that the node holds.
-func (p *Pool) Inventory(ctx context.Context, node string) (inv *nodev1.GetInventoryResponse, session fence.Epoch, err error) {
+// Inventory asks for a page of what the node holds, after the one whose Next is given.
+func (p *Pool) Inventory(ctx context.Context, node, after string) (inv *nodev1.GetInventoryResponse, session fence.Epoch, err error) {
 	session, err = p.call(ctx, node, func(ctx context.Context, _ Session, cc *grpc.ClientConn) error {
-		inv, err = nodev1.NewAgentServiceClient(cc).GetInventory(ctx, &nodev1.GetInventoryRequest{})
+		inv, err = nodev1.NewAgentServiceClient(cc).GetInventory(ctx, &nodev1.GetInventoryRequest{After: after})
 		return err
 	})
 	return inv, session, err
@@ -283,6 +283,19 @@ func (p *Pool) Journal(ctx context.Context, node, after string) (page *nodev1.Re
 		return err
 	})
 	return page, err
+}
+
+// Trace asks for what the node keeps of one record of the catalog; nil is nothing.
+func (p *Pool) Trace(ctx context.Context, node, key string) (*nodev1.JournalEntry, error) {
+	var page *nodev1.ReadJournalResponse
+	_, err := p.call(ctx, node, func(ctx context.Context, _ Session, cc *grpc.ClientConn) (err error) {
+		page, err = nodev1.NewAgentServiceClient(cc).ReadJournal(ctx, &nodev1.ReadJournalRequest{Key: key})
+		return err
+	})
+	if err != nil || len(page.GetEntries()) == 0 {
+		return nil, err
+	}
+	return page.GetEntries()[0], nil
 }
 
 // PullImage brings an image to the node and tells of the progress.

@@ -69,8 +69,8 @@ func (w *world) stillOwns(t *testing.T, e *term, snap, v string) {
 	if !slices.ContainsFunc(rec.Refs, func(r catalog.Ref) bool { return r.Target == records.VolumeKey(tenant, v) }) {
 		t.Fatalf("it refers to %v, not to its volume", rec.Refs)
 	}
-	if orphan := must(e.Orphaned(ctx, key))(t); orphan {
-		t.Fatal("its artefact is taken for an orphan")
+	if verdict := must(e.Judge(ctx, []catalog.Key{key}))(t)[key]; verdict != operations.Owned {
+		t.Fatalf("its artefact is taken for an orphan: %s", verdict)
 	}
 	_, err := e.DeleteVolume(ctx, call(""), operations.Delete{UID: v})
 	if env := wantEnvelope(t, err, errs.StillReferenced); env.Details["references"] != snap {

@@ -68,9 +68,9 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 		t.last.Store(env)
 		e.log.Warn("a node did not do a step yet", "operation", t.op.ID, "node", node, "step", step, "error", err, "after", delay)
 		if env.Reason == errs.NodeAway {
-			delay = e.pauseOr(ctx, delay, back)
-		} else {
-			delay = e.pause(ctx, delay)
+			delay = e.pauseOr(ctx, delay, back) // in its turn, if it has one: nobody gets on there
+		} else if delay, err = e.pauseStanding(ctx, t, delay); err != nil {
+			return err
 		}
 	}
 }
@@ -98,8 +98,8 @@ func (e *Engine) insist(ctx context.Context, t *task, node, step string, f func(
 		}
 		t.last.Store(env)
 		e.log.Error("a node refuses to delete; it will be asked again", "operation", t.op.ID, "node", node, "step", step, "error", env)
-		if delay = e.pause(ctx, delay); ctx.Err() != nil {
-			return context.Cause(ctx)
+		if delay, err = e.pauseStanding(ctx, t, delay); err != nil {
+			return err
 		}
 	}
 }

@@ -7,10 +7,8 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
-	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
-	"github.com/dormouse-run/dormouse/pkg/uid"
 	"github.com/dormouse-run/dormouse/pkg/volume"
 )
 
@@ -299,18 +297,4 @@ func (e *Engine) volumeAbsent(ctx context.Context, t *task, u string, fin ender)
 		}
 	}
 	return e.bury(ctx, t, key, fin)
-}
-
-// DropOrphan has a node remove what it still holds although its record was deleted for certain.
-func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (session fence.Epoch, err error) {
-	// A new id each time: the answer to an earlier removal says nothing of what is there now.
-	c := Command{ID: "orphan/" + uid.New(), Tenant: key.Tenant}
-	switch key.Kind {
-	case catalog.KindSandbox:
-		return e.cfg.Agents.DeleteSandbox(ctx, node, c, key.UID)
-	case catalog.KindSnapshot:
-		return e.cfg.Agents.DeleteSnapshot(ctx, node, c, key.UID)
-	default:
-		return e.cfg.Agents.DeleteVolume(ctx, node, c, key.UID)
-	}
 }

@@ -43,6 +43,12 @@
 // and waited for before the node is told to delete, and its operation fails with WRONG_PHASE. A
 // checkpoint in flight keeps the record until it ends, by its reference to the source.
 //
+// # Turns
+//
+// Deletions of snapshots and volumes wait for a turn at their node before anything is read or asked for them: a few at a
+// time, the tenants one after the other (turns). A turn is not recorded; the line is made anew by each term from what is Pending. They fill no
+// more than a half of what may be pending, those of one tenant a quarter. Why, and what a crash leaves: docs/adr/0044-deletion.md.
+//
 // # Order
 //
 // A first artefact (a snapshot with its references to volumes) and whatever is published of a volume

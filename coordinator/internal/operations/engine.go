@@ -29,9 +29,12 @@ type Config struct {
 	Log   *slog.Logger
 	// PlacementWait is how long a node that is offline or unhealthy is waited for when no other fits.
 	PlacementWait time.Duration
+	// DeletionsPerNode bounds how many snapshots and volumes are removed from a node at a time.
+	DeletionsPerNode int
 	// Parallel bounds how many copies of one fork are made at a time.
 	Parallel int
-	// MaxPending bounds the operations in flight.
+	// MaxPending bounds the operations in flight. Of these at most a half are deletions of snapshots and volumes, and a
+	// quarter those of one tenant.
 	MaxPending int
 	// Retention of finished operations' records: longer than the receipts'.
 	OperationLife time.Duration
@@ -54,6 +57,9 @@ func (c *Config) defaults() {
 	orElse(&c.EventLife, time.Hour)
 	orElse(&c.RetryMin, 50*time.Millisecond)
 	orElse(&c.RetryMax, 5*time.Second)
+	if c.DeletionsPerNode <= 0 {
+		c.DeletionsPerNode = 4
+	}
 	if c.Parallel <= 0 {
 		c.Parallel = 4
 	}
@@ -80,8 +86,12 @@ type Engine struct {
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup
 
+	turns *turns // of deletions at nodes
+
 	mu       sync.Mutex
 	stopped  bool
+	deleting map[string]int // by tenant: deletions that are paced and in flight
+	ended1m  map[Kind]*rate // of what is paced
 	tasks    map[catalog.Key]*task
 	starting map[string]*flight                // by sandbox uid: starts and restores in flight
 	placed   map[string]map[string]reservation // by node, by sandbox uid
@@ -94,7 +104,11 @@ type reservation struct{ placement.Resources }
 // task is one operation being driven. Its goroutine owns op.
 type task struct {
 	op      *Operation
+	kind    Kind      // of op, for others than its goroutine
+	created time.Time // of op, too
 	secrets map[string]string
+	leave   func() // ends the turn of a deletion; nil while it has none
+	active  atomic.Bool
 	done    chan struct{}
 	last    atomic.Pointer[errs.Error] // the last passing failure, for callers that stop waiting
 }
@@ -111,7 +125,8 @@ var errInterrupted = errors.New("the sandbox is being deleted")
 // the reason that leadership was lost.
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	cfg.defaults()
-	e := &Engine{cfg: cfg, log: cfg.Log, tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time)}
+	e := &Engine{cfg: cfg, log: cfg.Log, turns: newTurns(cfg.DeletionsPerNode), deleting: make(map[string]int), ended1m: make(map[Kind]*rate),
+		tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time)}
 	e.ctx, e.cancel = context.WithCancelCause(ctx)
 	pending, err := e.load(ctx)
 	if err != nil {
@@ -183,12 +198,18 @@ func (e *Engine) launch(op *Operation, secrets map[string]string) *task {
 	if t := e.tasks[key]; t != nil || e.stopped {
 		return t
 	}
-	t := &task{op: op, secrets: secrets, done: make(chan struct{})}
+	t := &task{op: op, kind: op.Kind, created: op.Created, secrets: secrets, done: make(chan struct{})}
 	e.tasks[key] = t
+	if t.kind.paced() {
+		e.deleting[op.Tenant]++
+	}
 	e.wg.Go(func() {
 		e.drive(t)
 		e.mu.Lock()
 		delete(e.tasks, key)
+		if t.kind.paced() {
+			e.deletionEnded(t)
+		}
 		e.mu.Unlock()
 		close(t.done)
 	})
@@ -202,14 +223,15 @@ func (e *Engine) drive(t *task) {
 	fault.At("operation.drive.before")
 	delay := e.cfg.RetryMin
 	for t.op.State == Pending {
-		var err error
-		if !t.op.fresh { // else it may have ended since it was read
+		err := e.sit(e.ctx, t)
+		if err == nil && !t.op.fresh { // else it may have ended since it was read
 			err = e.reload(e.ctx, t)
 		}
 		t.op.fresh = false
 		if err == nil && t.op.State == Pending {
 			err = e.step(e.ctx, t)
 		}
+		t.stand()
 		if err == nil {
 			continue
 		}

@@ -23,6 +23,8 @@ type Catalog interface {
 	catalog.Reader
 	Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombstone, error)
 	Compact(ctx context.Context, limit int) (int, error)
+	Status(ctx context.Context) (catalog.Status, error)
+	Compare(ctx context.Context, p catalog.Point) (catalog.Relation, error)
 }
 
 // Command says in whose name a node is asked. The client of nodes adds the epochs.

@@ -67,7 +67,7 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 	if !errs.Has(err, errs.ObjectNotFound) {
 		return nil, err
 	}
-	if err := e.admit(); err != nil {
+	if err := e.admit(kind, c.Tenant); err != nil {
 		return nil, err
 	}
 	blank := Operation{ID: c.OperationID, Tenant: c.Tenant, Kind: kind, Digest: sum, Request: body,
@@ -142,7 +142,7 @@ func sameBody(op *Operation, sum string) error {
 		With("operation_id", op.ID).With("kind", string(op.Kind))
 }
 
-func (e *Engine) admit() error {
+func (e *Engine) admit(kind Kind, tenant string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.stopped || e.ctx.Err() != nil {
@@ -151,7 +151,7 @@ func (e *Engine) admit() error {
 	if len(e.tasks) >= e.cfg.MaxPending {
 		return errs.New(errs.QueueFull, "%d operations are in progress; wait, then ask again", len(e.tasks)).With("resource", "operations")
 	}
-	return nil
+	return e.room(kind, tenant)
 }
 
 // await drives the operation, if nothing does yet, and waits for its end or the caller's. The

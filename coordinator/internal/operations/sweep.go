@@ -7,7 +7,6 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
-	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
 const (
@@ -153,20 +152,6 @@ func (e *Engine) removeBatch(ctx context.Context, batch []catalog.Record) error 
 		return c, nil
 	})
 	return err
-}
-
-// Orphaned tells whether the object of a key was deleted for certain: there is no record, and
-// its tombstone is there. No record and no tombstone is unknown, and not orphaned.
-func (e *Engine) Orphaned(ctx context.Context, key catalog.Key) (bool, error) {
-	_, err := e.cfg.Catalog.Get(ctx, key)
-	if !errs.Has(err, errs.ObjectNotFound) {
-		return false, err
-	}
-	_, err = e.cfg.Catalog.Tombstone(ctx, key)
-	if errs.Has(err, errs.ObjectNotFound) {
-		return false, nil
-	}
-	return err == nil, err
 }
 
 // Placements lists what is recorded on a node.

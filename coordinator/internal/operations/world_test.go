@@ -36,6 +36,8 @@ type world struct {
 	node  *fakeNode
 	nodes *fakeNodes
 
+	gate *gate // in front of the node's deletions of snapshots; nil is none
+
 	mu     sync.Mutex
 	now    func() time.Time
 	jitter func()        // called at every boundary
@@ -91,8 +93,8 @@ func (w *world) lead() *term {
 	w.node.mu.Unlock()
 	queue := publish.New(publish.Options{Store: w.store})
 	queue.Start()
-	e, err := operations.Start(ctx, operations.Config{Catalog: w.store, Queue: crashingQueue{queue, w}, Agents: crashingAgents{w.node, w}, Nodes: w.nodes,
-		Epoch: lease.Epoch, PlacementWait: 20 * time.Millisecond, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond, Now: w.now})
+	e, err := operations.Start(ctx, operations.Config{Catalog: w.store, Queue: crashingQueue{queue, w}, Agents: gatedAgents{crashingAgents{w.node, w}, w.gate}, Nodes: w.nodes,
+		Epoch: lease.Epoch, DeletionsPerNode: storm.width, MaxPending: storm.maxPending, PlacementWait: 20 * time.Millisecond, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond, Now: w.now})
 	if err != nil {
 		w.t.Fatal(err)
 	}

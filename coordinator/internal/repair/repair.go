@@ -90,22 +90,16 @@ func (r *Repairer) commit(ctx context.Context, c catalog.Commit) (*errs.Error, e
 // Verify compares the records that say what a node holds with what the node says that it holds, and calls found
 // with each difference. It changes nothing.
 func (r *Repairer) Verify(ctx context.Context, node string, found func(Finding) error) (records int, err error) {
-	inv, _, err := r.Nodes.Inventory(ctx, node)
+	there, unowned, err := r.holdings(ctx, node)
 	if err != nil {
 		return 0, found(Finding{Difference: Unknown, Node: node, Message: "what it holds is not known: " + err.Error()})
 	}
-	there := make(map[catalog.Key]bool)
-	add := func(tenant string, kind catalog.Kind, uid string) {
-		there[catalog.Key{Tenant: tenant, Kind: kind, UID: uid}] = true
-	}
-	for _, o := range inv.GetSandboxes() {
-		add(o.GetTenant(), catalog.KindSandbox, o.GetUid())
-	}
-	for _, o := range inv.GetSnapshots() {
-		add(o.GetTenant(), catalog.KindSnapshot, o.GetUid())
-	}
-	for _, o := range inv.GetVolumes() {
-		add(o.GetTenant(), catalog.KindVolume, o.GetUid())
+	for _, id := range unowned {
+		err := found(Finding{Difference: Unrecorded, Key: catalog.Key{Kind: catalog.KindSnapshot, UID: id}, Node: node,
+			Message: "the node has files of it without a record of its own, and nobody is told to remove them: look with \"agentctl doctor\" there"})
+		if err != nil {
+			return 0, err
+		}
 	}
 	for kind, wanted := range holds {
 		q := catalog.Query{Kind: kind, Node: node, PageSize: catalog.MaxPage}
@@ -129,6 +123,40 @@ func (r *Repairer) Verify(ctx context.Context, node string, found func(Finding) 
 		}
 	}
 	return records, r.unrecorded(ctx, node, there, found)
+}
+
+// holdings reads all pages of a node's inventory: the keys of what it holds, and the names of folders that are nobody's.
+// They are of one session of the node, or the inventory is not known.
+func (r *Repairer) holdings(ctx context.Context, node string) (there map[catalog.Key]bool, unowned []string, err error) {
+	there = make(map[catalog.Key]bool)
+	add := func(tenant string, kind catalog.Kind, uid string) {
+		there[catalog.Key{Tenant: tenant, Kind: kind, UID: uid}] = true
+	}
+	var began fence.Epoch
+	for after := ""; ; {
+		inv, session, err := r.Nodes.Inventory(ctx, node, after)
+		switch {
+		case err != nil:
+			return nil, nil, err
+		case began == 0:
+			began = session
+		case began != session:
+			return nil, nil, errs.New(errs.Fenced, "another session of node %s began while it was asked; ask again", node).With("node", node)
+		}
+		for _, o := range inv.GetSandboxes() {
+			add(o.GetTenant(), catalog.KindSandbox, o.GetUid())
+		}
+		for _, o := range inv.GetSnapshots() {
+			add(o.GetTenant(), catalog.KindSnapshot, o.GetUid())
+		}
+		for _, o := range inv.GetVolumes() {
+			add(o.GetTenant(), catalog.KindVolume, o.GetUid())
+		}
+		unowned = append(unowned, inv.GetUnownedArtefacts()...)
+		if after = inv.GetNext(); after == "" {
+			return there, unowned, nil
+		}
+	}
 }
 
 // holds are the phases in which a record says that its node holds something.
@@ -170,7 +198,7 @@ func (r *Repairer) unrecorded(ctx context.Context, node string, there map[catalo
 			}
 			message := "no record names it and nothing proves that it was deleted: it is left alone"
 			if _, err := r.Store.Tombstone(ctx, k); err == nil {
-				message = "it was deleted; the node is told to remove it when it opens its next session"
+				message = "it was deleted; the node is told to remove it by the coordinator's next look at what it holds"
 			}
 			if err := found(Finding{Difference: Unrecorded, Key: k, Node: node, Message: message}); err != nil {
 				return err

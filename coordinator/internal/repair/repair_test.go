@@ -43,7 +43,7 @@ func (n *nodes) Journal(_ context.Context, node, after string) (*nodev1.ReadJour
 	return resp, nil
 }
 
-func (n *nodes) Inventory(_ context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
+func (n *nodes) Inventory(_ context.Context, node, _ string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
 	inv, ok := n.inventories[node]
 	if !ok {
 		return nil, 0, errAway

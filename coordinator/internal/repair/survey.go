@@ -75,7 +75,8 @@ type Node struct {
 // Nodes are asked.
 type Nodes interface {
 	Journal(ctx context.Context, node, after string) (*nodev1.ReadJournalResponse, error)
-	Inventory(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
+	// Inventory gives a page of what the node holds, after the one whose Next is given.
+	Inventory(ctx context.Context, node, after string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
 }
 
 // Repairer compares and repairs.

@@ -1,11 +1,13 @@
 package sessions
 
 import (
+	"context"
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
@@ -13,22 +15,35 @@ import (
 // reconcileRetry bounds the delay between attempts to compare.
 const reconcileRetry = 5 * time.Second
 
-// reconcile compares once for each session, and tries again until it could.
+// reconcile compares once for each session, and looks for orphans then and now and then. Each is tried again until it
+// could be done.
 func (r *Registry) reconcile(s *session) {
+	r.retry(s, "records and inventory were not compared; trying again", r.compare)
+	for s.ctx.Err() == nil {
+		r.retry(s, "what the node holds is not known, and nothing is removed there; looking again", r.look)
+		pause(s.ctx, r.cfg.OrphansEvery)
+	}
+}
+
+func (r *Registry) retry(s *session, failed string, do func(*session) error) {
 	delay := 100 * time.Millisecond
 	for s.ctx.Err() == nil {
-		err := r.compare(s)
+		err := do(s)
 		if err == nil || s.ctx.Err() != nil {
 			return
 		}
-		s.log.Warn("records and inventory were not compared; trying again", "error", err, "after", delay)
-		timer := time.NewTimer(delay)
-		select {
-		case <-timer.C:
-		case <-s.ctx.Done():
-			timer.Stop()
-		}
+		s.log.Warn(failed, "error", err, "after", delay)
+		pause(s.ctx, delay)
 		delay = min(2*delay, reconcileRetry)
+	}
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
 	}
 }
 
@@ -39,40 +54,41 @@ func (r *Registry) compare(s *session) error {
 	if err != nil {
 		return err
 	}
-	inv, epoch, err := r.cfg.Inventory(s.ctx, s.node)
+	there := make(map[catalog.Key]*nodev1.SandboxObservation)
+	err = r.inventory(s, func(inv *nodev1.GetInventoryResponse) error {
+		for _, o := range inv.GetSandboxes() {
+			there[records.SandboxKey(o.GetTenant(), o.GetUid())] = o
+		}
+		return nil
+	})
 	if err != nil {
 		return err
 	}
-	if epoch != s.epoch {
-		return nil // a newer session compares
-	}
-	there := make(map[catalog.Key]*nodev1.SandboxObservation, len(inv.GetSandboxes()))
-	for _, o := range inv.GetSandboxes() {
-		there[records.SandboxKey(o.GetTenant(), o.GetUid())] = o
-	}
 	for _, sb := range recorded {
-		key := records.SandboxKey(sb.Tenant, sb.UID)
-		if err := r.compareOne(s, sb, there[key]); err != nil {
-			return err
-		}
-		delete(there, key)
-	}
-	for key := range there {
-		if err := r.unrecorded(s, key); err != nil {
-			return err
-		}
-	}
-	for _, o := range inv.GetSnapshots() {
-		if err := r.unrecorded(s, records.SnapshotKey(o.GetTenant(), o.GetUid())); err != nil {
-			return err
-		}
-	}
-	for _, o := range inv.GetVolumes() {
-		if err := r.unrecorded(s, records.VolumeKey(o.GetTenant(), o.GetUid())); err != nil {
+		if err := r.compareOne(s, sb, there[records.SandboxKey(sb.Tenant, sb.UID)]); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// inventory gives each page of what the node holds. An error means that it is not known.
+func (r *Registry) inventory(s *session, page func(*nodev1.GetInventoryResponse) error) error {
+	for after := ""; ; {
+		inv, epoch, err := r.cfg.Inventory(s.ctx, s.node, after)
+		if err != nil {
+			return err
+		}
+		if epoch != s.epoch {
+			return errs.New(errs.Fenced, "another session of node %s began while it was asked", s.node).With("node", s.node)
+		}
+		if err := page(inv); err != nil {
+			return err
+		}
+		if after = inv.GetNext(); after == "" {
+			return nil
+		}
+	}
 }
 
 func (r *Registry) compareOne(s *session, sb *records.Sandbox, there *nodev1.SandboxObservation) error {
@@ -90,20 +106,4 @@ func (r *Registry) compareOne(s *session, sb *records.Sandbox, there *nodev1.San
 		return s.term.work.Lost(s.ctx, s.node, s.epoch, sb.Tenant, sb.UID, sb.Revision)
 	}
 	return nil // an operation has it in hand, or it ended
-}
-
-// unrecorded removes what its tombstone proves to be deleted. Anything else is left alone:
-// the absence of a record alone proves nothing.
-func (r *Registry) unrecorded(s *session, key catalog.Key) error {
-	if err := key.Validate(); err != nil {
-		s.log.Warn("the node holds something with a malformed name", "key", key.String(), "error", err)
-		return nil
-	}
-	orphan, err := s.term.work.Orphaned(s.ctx, key)
-	if err != nil || !orphan {
-		return err
-	}
-	s.log.Warn("the node still holds what was deleted; it is told to remove it", "kind", key.Kind, "uid", key.UID)
-	_, err = s.term.work.DropOrphan(s.ctx, s.node, key)
-	return err
 }

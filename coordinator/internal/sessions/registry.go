@@ -32,6 +32,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
@@ -53,7 +54,8 @@ type Work interface {
 	Observe(ctx context.Context, node string, o operations.Observation) error
 	Lost(ctx context.Context, node string, session fence.Epoch, tenant, uid string, revision uint64) error
 	Placements(ctx context.Context, node string) ([]*records.Sandbox, error)
-	Orphaned(ctx context.Context, key catalog.Key) (bool, error)
+	Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key]operations.Verdict, error)
+	Confirms(ctx context.Context, key catalog.Key, deletedBy catalog.Point) (bool, error)
 	DropOrphan(ctx context.Context, node string, key catalog.Key) (fence.Epoch, error)
 	Placed(node string) placement.Resources
 	Used(node string, uses []operations.Use)
@@ -65,8 +67,8 @@ type Store interface {
 	OpenSession(ctx context.Context, coordinator fence.Epoch, node string, above fence.Epoch) (fence.Epoch, error)
 }
 
-// Inventory asks a node for all that it holds.
-type Inventory func(ctx context.Context, node string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
+// Inventory asks a node for a page of what it holds, after the one whose Next is given.
+type Inventory func(ctx context.Context, node, after string) (*nodev1.GetInventoryResponse, fence.Epoch, error)
 
 // Feeds bring the journals of nodes up to date.
 type Feeds interface {
@@ -78,7 +80,12 @@ type Config struct {
 	Store     Store
 	Queue     operations.Publisher
 	Inventory Inventory
-	Log       *slog.Logger
+	// Trace (may be nil) asks a node for what its journal keeps of a record, by key: nil is nothing.
+	Trace func(ctx context.Context, node, key string) (*nodev1.JournalEntry, error)
+	Log   *slog.Logger
+	// OrphansEvery is how long after one look at what a node holds the next one comes. What only the node's own journal
+	// says is deleted is removed when two looks found it, at least OrphanGrace apart.
+	OrphansEvery, OrphanGrace time.Duration
 	// Heartbeat is the interval asked of nodes; after Missed of them a node is away.
 	Heartbeat time.Duration
 	Missed    int
@@ -96,6 +103,8 @@ type Config struct {
 type Registry struct {
 	nodev1.UnimplementedSessionServiceServer
 	cfg Config
+
+	removed atomic.Int64 // orphans, in this term
 
 	mu      sync.Mutex
 	term    *term
@@ -121,6 +130,8 @@ type node struct {
 	allocatable records.Resources
 	images      []*dormousev1.Image
 	journal     catalog.Point // what it has all that concerns it up to
+	held        int           // orphans that the last look left alone
+	unread      bool          // the last look failed
 }
 
 // New makes a registry that refuses sessions (NO_LEADER) until Lead and Accept.
@@ -130,6 +141,15 @@ func New(cfg Config) *Registry {
 	}
 	if cfg.Missed <= 0 {
 		cfg.Missed = 4
+	}
+	if cfg.OrphansEvery <= 0 {
+		cfg.OrphansEvery = 10 * time.Minute
+	}
+	if cfg.OrphanGrace <= 0 {
+		cfg.OrphanGrace = 10 * time.Minute
+	}
+	if cfg.Trace == nil {
+		cfg.Trace = func(context.Context, string, string) (*nodev1.JournalEntry, error) { return nil, nil }
 	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -175,6 +195,7 @@ func (r *Registry) Lead(ctx context.Context) error {
 // Accept lets nodes in, until ctx ends or Resign. Without feeds (nil) their journals stay as they are.
 func (r *Registry) Accept(ctx context.Context, epoch fence.Epoch, work Work, feeds Feeds) {
 	t := &term{epoch: epoch, work: work, feeds: feeds}
+	r.removed.Store(0)
 	t.ctx, t.cancel = context.WithCancelCause(ctx)
 	r.mu.Lock()
 	r.term = t

@@ -45,6 +45,8 @@ type session struct {
 	log     *slog.Logger
 	feed    *journal.Feed // nil: the journal stays as it is
 	has     catalog.Point // what the node's journal reached to when it said hello
+	// suspects are what the node's journal alone says is deleted, with when that was seen first. Owned by reconcile.
+	suspects map[catalog.Key]time.Time
 
 	sendMu sync.Mutex // gRPC wants one sender at a time
 	stream nodev1.SessionService_SessionServer
@@ -165,6 +167,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 	}
 	n.record, n.session, n.allocatable, n.lastBeat, n.problems = *rec, s, rec.Allocatable, time.Now(), nil
 	n.images, n.journal = h.GetInventory().GetImages(), s.has
+	n.held, n.unread = 0, false
 	r.news()
 	return s, nil
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/publish"
@@ -54,9 +56,14 @@ type world struct {
 	inventory *nodev1.GetInventoryResponse
 	unread    error // of asking for the inventory
 	asked     atomic.Int64
+	second    *nodev1.GetInventoryResponse    // another page; nil is none
+	traces    map[string]*nodev1.JournalEntry // what the node's journal keeps, by key
 }
 
-func newWorld(t *testing.T) *world {
+func newWorld(t *testing.T) *world { return newWorldWith(t, time.Hour) }
+
+// newWorldWith looks for orphans so often.
+func newWorldWith(t *testing.T, orphansEvery time.Duration) *world {
 	t.Helper()
 	w := &world{T: t, store: &store{Store: memory.New(memory.Options{})}, agents: &agents{}, observed: make(chan error, 64), inventory: &nodev1.GetInventoryResponse{}}
 	lease, won, err := w.store.Lead(t.Context(), catalog.Claim{Holder: uid.New(), TTL: time.Hour})
@@ -67,6 +74,7 @@ func newWorld(t *testing.T) *world {
 	w.queue = publish.New(publish.Options{Store: w.store})
 	w.queue.Start()
 	w.registry = sessions.New(sessions.Config{Store: w.store, Queue: w.queue, Heartbeat: time.Minute, Inventory: w.ask,
+		Trace: w.trace, OrphansEvery: orphansEvery, OrphanGrace: time.Nanosecond,
 		PeerNode: func(context.Context) (string, error) { return node, nil }})
 	w.agents.registry = w.registry
 	w.engine, err = operations.Start(context.Background(), operations.Config{Catalog: w.store, Queue: w.queue, Agents: w.agents, Nodes: w.registry,
@@ -107,12 +115,25 @@ func (w *world) ok(err error) {
 	}
 }
 
-func (w *world) ask(context.Context, string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
+func (w *world) ask(_ context.Context, _, after string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.asked.Add(1)
 	s, _ := sessions.Directory{Registry: w.registry}.Session(node)
-	return w.inventory, s.Epoch, w.unread
+	inv := proto.CloneOf(w.inventory)
+	if after != "" {
+		inv = proto.CloneOf(w.second)
+	} else if w.second != nil {
+		inv.Next = "second"
+	}
+	inv.Snapshots = slices.DeleteFunc(inv.GetSnapshots(), func(o *nodev1.SnapshotObservation) bool { return w.agents.has(o.GetUid()) })
+	return inv, s.Epoch, w.unread
+}
+
+func (w *world) trace(_ context.Context, _, key string) (*nodev1.JournalEntry, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.traces[key], nil
 }
 
 // holds sets what the node says that it holds, and whether it can say so.
@@ -276,6 +297,27 @@ func (s *store) Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombsto
 	return s.Store.Tombstone(ctx, key)
 }
 
+func (s *store) GetMany(ctx context.Context, keys []catalog.Key) (map[catalog.Key]catalog.Record, error) {
+	if err := s.check("GetMany"); err != nil {
+		return nil, err
+	}
+	return s.Store.GetMany(ctx, keys)
+}
+
+func (s *store) Status(ctx context.Context) (catalog.Status, error) {
+	if err := s.check("Status"); err != nil {
+		return catalog.Status{}, err
+	}
+	return s.Store.Status(ctx)
+}
+
+func (s *store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation, error) {
+	if err := s.check("Compare"); err != nil {
+		return "", err
+	}
+	return s.Store.Compare(ctx, p)
+}
+
 // agents answers for the node, in the session in force.
 type agents struct {
 	registry *sessions.Registry
@@ -298,6 +340,13 @@ func (a *agents) remove(u string) (fence.Epoch, error) {
 	}
 	a.deleted = append(a.deleted, u)
 	return session, nil
+}
+
+// has tells whether it was told to delete something, and nobody forgot that since.
+func (a *agents) has(u string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return slices.Contains(a.deleted, u)
 }
 
 func (a *agents) setAway(u string) {

@@ -228,8 +228,12 @@ type CatalogStatus struct {
 	Queued  int64 `protobuf:"varint,7,opt,name=queued,proto3" json:"queued,omitempty"`
 	Unknown int64 `protobuf:"varint,8,opt,name=unknown,proto3" json:"unknown,omitempty"`
 	// Set while the catalog takes no writes.
-	Suspended     *CatalogSuspension `protobuf:"bytes,9,opt,name=suspended,proto3" json:"suspended,omitempty"`
-	Journals      []*NodeJournal     `protobuf:"bytes,10,rep,name=journals,proto3" json:"journals,omitempty"`
+	Suspended *CatalogSuspension `protobuf:"bytes,9,opt,name=suspended,proto3" json:"suspended,omitempty"`
+	// A page of them, by name of node; without a page size at most 500.
+	Journals []*NodeJournal `protobuf:"bytes,10,rep,name=journals,proto3" json:"journals,omitempty"`
+	// What is being deleted, for each kind of which something is.
+	Deletions     []*DeletionProgress `protobuf:"bytes,11,rep,name=deletions,proto3" json:"deletions,omitempty"`
+	Orphans       *OrphanProgress     `protobuf:"bytes,12,opt,name=orphans,proto3" json:"orphans,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -334,6 +338,166 @@ func (x *CatalogStatus) GetJournals() []*NodeJournal {
 	return nil
 }
 
+func (x *CatalogStatus) GetDeletions() []*DeletionProgress {
+	if x != nil {
+		return x.Deletions
+	}
+	return nil
+}
+
+func (x *CatalogStatus) GetOrphans() *OrphanProgress {
+	if x != nil {
+		return x.Orphans
+	}
+	return nil
+}
+
+// DeletionProgress is how the deletions of one kind of object go on.
+type DeletionProgress struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// snapshot or volume.
+	Kind string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	// Accepted and not ended.
+	Pending int64 `protobuf:"varint,2,opt,name=pending,proto3" json:"pending,omitempty"`
+	// Of these, in their turn at a node. The others wait for theirs.
+	Active int64 `protobuf:"varint,3,opt,name=active,proto3" json:"active,omitempty"`
+	// When the oldest of those pending was accepted.
+	OldestTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=oldest_time,json=oldestTime,proto3" json:"oldest_time,omitempty"`
+	// Ended in the last minute.
+	EndedLastMinute int64 `protobuf:"varint,5,opt,name=ended_last_minute,json=endedLastMinute,proto3" json:"ended_last_minute,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *DeletionProgress) Reset() {
+	*x = DeletionProgress{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeletionProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeletionProgress) ProtoMessage() {}
+
+func (x *DeletionProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeletionProgress.ProtoReflect.Descriptor instead.
+func (*DeletionProgress) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *DeletionProgress) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *DeletionProgress) GetPending() int64 {
+	if x != nil {
+		return x.Pending
+	}
+	return 0
+}
+
+func (x *DeletionProgress) GetActive() int64 {
+	if x != nil {
+		return x.Active
+	}
+	return 0
+}
+
+func (x *DeletionProgress) GetOldestTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.OldestTime
+	}
+	return nil
+}
+
+func (x *DeletionProgress) GetEndedLastMinute() int64 {
+	if x != nil {
+		return x.EndedLastMinute
+	}
+	return 0
+}
+
+// OrphanProgress is what nodes hold that no record names, since this coordinator began to lead.
+type OrphanProgress struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Found to be deleted, and removed.
+	Removed int64 `protobuf:"varint,1,opt,name=removed,proto3" json:"removed,omitempty"`
+	// Held now by nodes that are online, without a proof that they were deleted: they are left alone.
+	Held int64 `protobuf:"varint,2,opt,name=held,proto3" json:"held,omitempty"`
+	// Nodes whose last look failed: what they hold is not known, and nothing is removed there.
+	UnreadNodes   int64 `protobuf:"varint,3,opt,name=unread_nodes,json=unreadNodes,proto3" json:"unread_nodes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OrphanProgress) Reset() {
+	*x = OrphanProgress{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OrphanProgress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OrphanProgress) ProtoMessage() {}
+
+func (x *OrphanProgress) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OrphanProgress.ProtoReflect.Descriptor instead.
+func (*OrphanProgress) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *OrphanProgress) GetRemoved() int64 {
+	if x != nil {
+		return x.Removed
+	}
+	return 0
+}
+
+func (x *OrphanProgress) GetHeld() int64 {
+	if x != nil {
+		return x.Held
+	}
+	return 0
+}
+
+func (x *OrphanProgress) GetUnreadNodes() int64 {
+	if x != nil {
+		return x.UnreadNodes
+	}
+	return 0
+}
+
 // NodeJournal is how far a node's copy of what concerns it reaches.
 type NodeJournal struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -346,7 +510,7 @@ type NodeJournal struct {
 
 func (x *NodeJournal) Reset() {
 	*x = NodeJournal{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[3]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -358,7 +522,7 @@ func (x *NodeJournal) String() string {
 func (*NodeJournal) ProtoMessage() {}
 
 func (x *NodeJournal) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[3]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -371,7 +535,7 @@ func (x *NodeJournal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeJournal.ProtoReflect.Descriptor instead.
 func (*NodeJournal) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{3}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *NodeJournal) GetNode() string {
@@ -396,14 +560,17 @@ func (x *NodeJournal) GetPoint() *HistoryPoint {
 }
 
 type GetCatalogStatusRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the nodes' journals: 1..500; 0 is 500.
+	PageSize      int32  `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetCatalogStatusRequest) Reset() {
 	*x = GetCatalogStatusRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[4]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -415,7 +582,7 @@ func (x *GetCatalogStatusRequest) String() string {
 func (*GetCatalogStatusRequest) ProtoMessage() {}
 
 func (x *GetCatalogStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[4]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -428,19 +595,35 @@ func (x *GetCatalogStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCatalogStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetCatalogStatusRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{4}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *GetCatalogStatusRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *GetCatalogStatusRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
 }
 
 type GetCatalogStatusResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Catalog       *CatalogStatus         `protobuf:"bytes,1,opt,name=catalog,proto3" json:"catalog,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Catalog *CatalogStatus         `protobuf:"bytes,1,opt,name=catalog,proto3" json:"catalog,omitempty"`
+	// Of the journals; empty on the last page.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetCatalogStatusResponse) Reset() {
 	*x = GetCatalogStatusResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[5]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -452,7 +635,7 @@ func (x *GetCatalogStatusResponse) String() string {
 func (*GetCatalogStatusResponse) ProtoMessage() {}
 
 func (x *GetCatalogStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[5]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -465,7 +648,7 @@ func (x *GetCatalogStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCatalogStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetCatalogStatusResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{5}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GetCatalogStatusResponse) GetCatalog() *CatalogStatus {
@@ -473,6 +656,13 @@ func (x *GetCatalogStatusResponse) GetCatalog() *CatalogStatus {
 		return x.Catalog
 	}
 	return nil
+}
+
+func (x *GetCatalogStatusResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
 }
 
 type VerifyCatalogRequest struct {
@@ -483,7 +673,7 @@ type VerifyCatalogRequest struct {
 
 func (x *VerifyCatalogRequest) Reset() {
 	*x = VerifyCatalogRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[6]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -495,7 +685,7 @@ func (x *VerifyCatalogRequest) String() string {
 func (*VerifyCatalogRequest) ProtoMessage() {}
 
 func (x *VerifyCatalogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[6]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -508,7 +698,7 @@ func (x *VerifyCatalogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyCatalogRequest.ProtoReflect.Descriptor instead.
 func (*VerifyCatalogRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{6}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{8}
 }
 
 type CatalogFinding struct {
@@ -530,7 +720,7 @@ type CatalogFinding struct {
 
 func (x *CatalogFinding) Reset() {
 	*x = CatalogFinding{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[7]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -542,7 +732,7 @@ func (x *CatalogFinding) String() string {
 func (*CatalogFinding) ProtoMessage() {}
 
 func (x *CatalogFinding) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[7]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -555,7 +745,7 @@ func (x *CatalogFinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogFinding.ProtoReflect.Descriptor instead.
 func (*CatalogFinding) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{7}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CatalogFinding) GetDifference() CatalogDifference {
@@ -640,7 +830,7 @@ type VerifyCatalogResponse struct {
 
 func (x *VerifyCatalogResponse) Reset() {
 	*x = VerifyCatalogResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[8]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -652,7 +842,7 @@ func (x *VerifyCatalogResponse) String() string {
 func (*VerifyCatalogResponse) ProtoMessage() {}
 
 func (x *VerifyCatalogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[8]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -665,7 +855,7 @@ func (x *VerifyCatalogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyCatalogResponse.ProtoReflect.Descriptor instead.
 func (*VerifyCatalogResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{8}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *VerifyCatalogResponse) GetFindings() []*CatalogFinding {
@@ -701,7 +891,7 @@ type RepairCatalogRequest struct {
 
 func (x *RepairCatalogRequest) Reset() {
 	*x = RepairCatalogRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[9]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -713,7 +903,7 @@ func (x *RepairCatalogRequest) String() string {
 func (*RepairCatalogRequest) ProtoMessage() {}
 
 func (x *RepairCatalogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[9]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -726,7 +916,7 @@ func (x *RepairCatalogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairCatalogRequest.ProtoReflect.Descriptor instead.
 func (*RepairCatalogRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{9}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RepairCatalogRequest) GetAcceptLoss() bool {
@@ -755,7 +945,7 @@ type RepairCatalogResponse struct {
 
 func (x *RepairCatalogResponse) Reset() {
 	*x = RepairCatalogResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[10]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -767,7 +957,7 @@ func (x *RepairCatalogResponse) String() string {
 func (*RepairCatalogResponse) ProtoMessage() {}
 
 func (x *RepairCatalogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[10]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -780,7 +970,7 @@ func (x *RepairCatalogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairCatalogResponse.ProtoReflect.Descriptor instead.
 func (*RepairCatalogResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{10}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RepairCatalogResponse) GetFindings() []*CatalogFinding {
@@ -812,7 +1002,7 @@ type CompactCatalogRequest struct {
 
 func (x *CompactCatalogRequest) Reset() {
 	*x = CompactCatalogRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[11]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -824,7 +1014,7 @@ func (x *CompactCatalogRequest) String() string {
 func (*CompactCatalogRequest) ProtoMessage() {}
 
 func (x *CompactCatalogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[11]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -837,19 +1027,21 @@ func (x *CompactCatalogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompactCatalogRequest.ProtoReflect.Descriptor instead.
 func (*CompactCatalogRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{11}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{13}
 }
 
 type CompactCatalogResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Forgotten     int64                  `protobuf:"varint,1,opt,name=forgotten,proto3" json:"forgotten,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Forgotten int64                  `protobuf:"varint,1,opt,name=forgotten,proto3" json:"forgotten,omitempty"`
+	// There may be more: call again.
+	More          bool `protobuf:"varint,2,opt,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CompactCatalogResponse) Reset() {
 	*x = CompactCatalogResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[12]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -861,7 +1053,7 @@ func (x *CompactCatalogResponse) String() string {
 func (*CompactCatalogResponse) ProtoMessage() {}
 
 func (x *CompactCatalogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[12]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -874,7 +1066,7 @@ func (x *CompactCatalogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompactCatalogResponse.ProtoReflect.Descriptor instead.
 func (*CompactCatalogResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CompactCatalogResponse) GetForgotten() int64 {
@@ -882,6 +1074,13 @@ func (x *CompactCatalogResponse) GetForgotten() int64 {
 		return x.Forgotten
 	}
 	return 0
+}
+
+func (x *CompactCatalogResponse) GetMore() bool {
+	if x != nil {
+		return x.More
+	}
+	return false
 }
 
 var File_dormouse_v1_catalog_proto protoreflect.FileDescriptor
@@ -896,7 +1095,7 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\x11CatalogSuspension\x120\n" +
 	"\x05since\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x19\n" +
 	"\bfound_by\x18\x02 \x01(\tR\afoundBy\x123\n" +
-	"\awitness\x18\x03 \x01(\v2\x19.dormouse.v1.HistoryPointR\awitness\"\x83\x03\n" +
+	"\awitness\x18\x03 \x01(\v2\x19.dormouse.v1.HistoryPointR\awitness\"\xf7\x03\n" +
 	"\rCatalogStatus\x12\x16\n" +
 	"\x06server\x18\x01 \x01(\tR\x06server\x12\x1e\n" +
 	"\n" +
@@ -912,14 +1111,31 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\aunknown\x18\b \x01(\x03R\aunknown\x12<\n" +
 	"\tsuspended\x18\t \x01(\v2\x1e.dormouse.v1.CatalogSuspensionR\tsuspended\x124\n" +
 	"\bjournals\x18\n" +
-	" \x03(\v2\x18.dormouse.v1.NodeJournalR\bjournals\"j\n" +
+	" \x03(\v2\x18.dormouse.v1.NodeJournalR\bjournals\x12;\n" +
+	"\tdeletions\x18\v \x03(\v2\x1d.dormouse.v1.DeletionProgressR\tdeletions\x125\n" +
+	"\aorphans\x18\f \x01(\v2\x1b.dormouse.v1.OrphanProgressR\aorphans\"\xc1\x01\n" +
+	"\x10DeletionProgress\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x18\n" +
+	"\apending\x18\x02 \x01(\x03R\apending\x12\x16\n" +
+	"\x06active\x18\x03 \x01(\x03R\x06active\x12;\n" +
+	"\voldest_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
+	"oldestTime\x12*\n" +
+	"\x11ended_last_minute\x18\x05 \x01(\x03R\x0fendedLastMinute\"a\n" +
+	"\x0eOrphanProgress\x12\x18\n" +
+	"\aremoved\x18\x01 \x01(\x03R\aremoved\x12\x12\n" +
+	"\x04held\x18\x02 \x01(\x03R\x04held\x12!\n" +
+	"\funread_nodes\x18\x03 \x01(\x03R\vunreadNodes\"j\n" +
 	"\vNodeJournal\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x16\n" +
 	"\x06online\x18\x02 \x01(\bR\x06online\x12/\n" +
-	"\x05point\x18\x03 \x01(\v2\x19.dormouse.v1.HistoryPointR\x05point\"\x19\n" +
-	"\x17GetCatalogStatusRequest\"P\n" +
+	"\x05point\x18\x03 \x01(\v2\x19.dormouse.v1.HistoryPointR\x05point\"U\n" +
+	"\x17GetCatalogStatusRequest\x12\x1b\n" +
+	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\"x\n" +
 	"\x18GetCatalogStatusResponse\x124\n" +
-	"\acatalog\x18\x01 \x01(\v2\x1a.dormouse.v1.CatalogStatusR\acatalog\"\x16\n" +
+	"\acatalog\x18\x01 \x01(\v2\x1a.dormouse.v1.CatalogStatusR\acatalog\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x16\n" +
 	"\x14VerifyCatalogRequest\"\xc2\x02\n" +
 	"\x0eCatalogFinding\x12>\n" +
 	"\n" +
@@ -947,9 +1163,10 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\bfindings\x18\x01 \x03(\v2\x1b.dormouse.v1.CatalogFindingR\bfindings\x12\x14\n" +
 	"\x05total\x18\x02 \x01(\x03R\x05total\x124\n" +
 	"\acatalog\x18\x03 \x01(\v2\x1a.dormouse.v1.CatalogStatusR\acatalog\"\x17\n" +
-	"\x15CompactCatalogRequest\"6\n" +
+	"\x15CompactCatalogRequest\"J\n" +
 	"\x16CompactCatalogResponse\x12\x1c\n" +
-	"\tforgotten\x18\x01 \x01(\x03R\tforgotten*\xf7\x01\n" +
+	"\tforgotten\x18\x01 \x01(\x03R\tforgotten\x12\x12\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more*\xf7\x01\n" +
 	"\x11CatalogDifference\x12\"\n" +
 	"\x1eCATALOG_DIFFERENCE_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17CATALOG_DIFFERENCE_LOST\x10\x01\x12\x1c\n" +
@@ -977,49 +1194,54 @@ func file_dormouse_v1_catalog_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_catalog_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_dormouse_v1_catalog_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_dormouse_v1_catalog_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_dormouse_v1_catalog_proto_goTypes = []any{
 	(CatalogDifference)(0),           // 0: dormouse.v1.CatalogDifference
 	(*HistoryPoint)(nil),             // 1: dormouse.v1.HistoryPoint
 	(*CatalogSuspension)(nil),        // 2: dormouse.v1.CatalogSuspension
 	(*CatalogStatus)(nil),            // 3: dormouse.v1.CatalogStatus
-	(*NodeJournal)(nil),              // 4: dormouse.v1.NodeJournal
-	(*GetCatalogStatusRequest)(nil),  // 5: dormouse.v1.GetCatalogStatusRequest
-	(*GetCatalogStatusResponse)(nil), // 6: dormouse.v1.GetCatalogStatusResponse
-	(*VerifyCatalogRequest)(nil),     // 7: dormouse.v1.VerifyCatalogRequest
-	(*CatalogFinding)(nil),           // 8: dormouse.v1.CatalogFinding
-	(*VerifyCatalogResponse)(nil),    // 9: dormouse.v1.VerifyCatalogResponse
-	(*RepairCatalogRequest)(nil),     // 10: dormouse.v1.RepairCatalogRequest
-	(*RepairCatalogResponse)(nil),    // 11: dormouse.v1.RepairCatalogResponse
-	(*CompactCatalogRequest)(nil),    // 12: dormouse.v1.CompactCatalogRequest
-	(*CompactCatalogResponse)(nil),   // 13: dormouse.v1.CompactCatalogResponse
-	(*timestamppb.Timestamp)(nil),    // 14: google.protobuf.Timestamp
+	(*DeletionProgress)(nil),         // 4: dormouse.v1.DeletionProgress
+	(*OrphanProgress)(nil),           // 5: dormouse.v1.OrphanProgress
+	(*NodeJournal)(nil),              // 6: dormouse.v1.NodeJournal
+	(*GetCatalogStatusRequest)(nil),  // 7: dormouse.v1.GetCatalogStatusRequest
+	(*GetCatalogStatusResponse)(nil), // 8: dormouse.v1.GetCatalogStatusResponse
+	(*VerifyCatalogRequest)(nil),     // 9: dormouse.v1.VerifyCatalogRequest
+	(*CatalogFinding)(nil),           // 10: dormouse.v1.CatalogFinding
+	(*VerifyCatalogResponse)(nil),    // 11: dormouse.v1.VerifyCatalogResponse
+	(*RepairCatalogRequest)(nil),     // 12: dormouse.v1.RepairCatalogRequest
+	(*RepairCatalogResponse)(nil),    // 13: dormouse.v1.RepairCatalogResponse
+	(*CompactCatalogRequest)(nil),    // 14: dormouse.v1.CompactCatalogRequest
+	(*CompactCatalogResponse)(nil),   // 15: dormouse.v1.CompactCatalogResponse
+	(*timestamppb.Timestamp)(nil),    // 16: google.protobuf.Timestamp
 }
 var file_dormouse_v1_catalog_proto_depIdxs = []int32{
-	14, // 0: dormouse.v1.CatalogSuspension.since:type_name -> google.protobuf.Timestamp
+	16, // 0: dormouse.v1.CatalogSuspension.since:type_name -> google.protobuf.Timestamp
 	1,  // 1: dormouse.v1.CatalogSuspension.witness:type_name -> dormouse.v1.HistoryPoint
 	1,  // 2: dormouse.v1.CatalogStatus.head:type_name -> dormouse.v1.HistoryPoint
 	2,  // 3: dormouse.v1.CatalogStatus.suspended:type_name -> dormouse.v1.CatalogSuspension
-	4,  // 4: dormouse.v1.CatalogStatus.journals:type_name -> dormouse.v1.NodeJournal
-	1,  // 5: dormouse.v1.NodeJournal.point:type_name -> dormouse.v1.HistoryPoint
-	3,  // 6: dormouse.v1.GetCatalogStatusResponse.catalog:type_name -> dormouse.v1.CatalogStatus
-	0,  // 7: dormouse.v1.CatalogFinding.difference:type_name -> dormouse.v1.CatalogDifference
-	8,  // 8: dormouse.v1.VerifyCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
-	8,  // 9: dormouse.v1.RepairCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
-	3,  // 10: dormouse.v1.RepairCatalogResponse.catalog:type_name -> dormouse.v1.CatalogStatus
-	5,  // 11: dormouse.v1.CatalogService.GetCatalogStatus:input_type -> dormouse.v1.GetCatalogStatusRequest
-	7,  // 12: dormouse.v1.CatalogService.VerifyCatalog:input_type -> dormouse.v1.VerifyCatalogRequest
-	10, // 13: dormouse.v1.CatalogService.RepairCatalog:input_type -> dormouse.v1.RepairCatalogRequest
-	12, // 14: dormouse.v1.CatalogService.CompactCatalog:input_type -> dormouse.v1.CompactCatalogRequest
-	6,  // 15: dormouse.v1.CatalogService.GetCatalogStatus:output_type -> dormouse.v1.GetCatalogStatusResponse
-	9,  // 16: dormouse.v1.CatalogService.VerifyCatalog:output_type -> dormouse.v1.VerifyCatalogResponse
-	11, // 17: dormouse.v1.CatalogService.RepairCatalog:output_type -> dormouse.v1.RepairCatalogResponse
-	13, // 18: dormouse.v1.CatalogService.CompactCatalog:output_type -> dormouse.v1.CompactCatalogResponse
-	15, // [15:19] is the sub-list for method output_type
-	11, // [11:15] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	6,  // 4: dormouse.v1.CatalogStatus.journals:type_name -> dormouse.v1.NodeJournal
+	4,  // 5: dormouse.v1.CatalogStatus.deletions:type_name -> dormouse.v1.DeletionProgress
+	5,  // 6: dormouse.v1.CatalogStatus.orphans:type_name -> dormouse.v1.OrphanProgress
+	16, // 7: dormouse.v1.DeletionProgress.oldest_time:type_name -> google.protobuf.Timestamp
+	1,  // 8: dormouse.v1.NodeJournal.point:type_name -> dormouse.v1.HistoryPoint
+	3,  // 9: dormouse.v1.GetCatalogStatusResponse.catalog:type_name -> dormouse.v1.CatalogStatus
+	0,  // 10: dormouse.v1.CatalogFinding.difference:type_name -> dormouse.v1.CatalogDifference
+	10, // 11: dormouse.v1.VerifyCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
+	10, // 12: dormouse.v1.RepairCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
+	3,  // 13: dormouse.v1.RepairCatalogResponse.catalog:type_name -> dormouse.v1.CatalogStatus
+	7,  // 14: dormouse.v1.CatalogService.GetCatalogStatus:input_type -> dormouse.v1.GetCatalogStatusRequest
+	9,  // 15: dormouse.v1.CatalogService.VerifyCatalog:input_type -> dormouse.v1.VerifyCatalogRequest
+	12, // 16: dormouse.v1.CatalogService.RepairCatalog:input_type -> dormouse.v1.RepairCatalogRequest
+	14, // 17: dormouse.v1.CatalogService.CompactCatalog:input_type -> dormouse.v1.CompactCatalogRequest
+	8,  // 18: dormouse.v1.CatalogService.GetCatalogStatus:output_type -> dormouse.v1.GetCatalogStatusResponse
+	11, // 19: dormouse.v1.CatalogService.VerifyCatalog:output_type -> dormouse.v1.VerifyCatalogResponse
+	13, // 20: dormouse.v1.CatalogService.RepairCatalog:output_type -> dormouse.v1.RepairCatalogResponse
+	15, // 21: dormouse.v1.CatalogService.CompactCatalog:output_type -> dormouse.v1.CompactCatalogResponse
+	18, // [18:22] is the sub-list for method output_type
+	14, // [14:18] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_catalog_proto_init() }
@@ -1033,7 +1255,7 @@ func file_dormouse_v1_catalog_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_catalog_proto_rawDesc), len(file_dormouse_v1_catalog_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   13,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

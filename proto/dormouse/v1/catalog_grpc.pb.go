@@ -37,7 +37,8 @@ type CatalogServiceClient interface {
 	// RepairCatalog puts back into a suspended catalog what the nodes' journals have of what it lost, and takes it into
 	// service again. Repeating it is harmless. Refused with CATALOG_REWOUND while something may be lost for ever.
 	RepairCatalog(ctx context.Context, in *RepairCatalogRequest, opts ...grpc.CallOption) (*RepairCatalogResponse, error)
-	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then.
+	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then:
+	// at most 10,000 in a call.
 	CompactCatalog(ctx context.Context, in *CompactCatalogRequest, opts ...grpc.CallOption) (*CompactCatalogResponse, error)
 }
 
@@ -110,7 +111,8 @@ type CatalogServiceServer interface {
 	// RepairCatalog puts back into a suspended catalog what the nodes' journals have of what it lost, and takes it into
 	// service again. Repeating it is harmless. Refused with CATALOG_REWOUND while something may be lost for ever.
 	RepairCatalog(context.Context, *RepairCatalogRequest) (*RepairCatalogResponse, error)
-	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then.
+	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then:
+	// at most 10,000 in a call.
 	CompactCatalog(context.Context, *CompactCatalogRequest) (*CompactCatalogResponse, error)
 	mustEmbedUnimplementedCatalogServiceServer()
 }

@@ -2077,7 +2077,11 @@ func (x *GetSandboxNetworkResponse) GetNetwork() *v1.SandboxNetwork {
 }
 
 type GetInventoryRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Next of the page before. Empty: from the first.
+	After string `protobuf:"bytes,1,opt,name=after,proto3" json:"after,omitempty"`
+	// Objects, 1..1000; 0 is 1000. A page may be shorter.
+	PageSize      int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2112,12 +2116,32 @@ func (*GetInventoryRequest) Descriptor() ([]byte, []int) {
 	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
+func (x *GetInventoryRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+func (x *GetInventoryRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+// A page in order of kind, then of uid. What is made or removed between two pages may be in either, or in none; what is
+// there all the while is in one.
 type GetInventoryResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Sandboxes     []*SandboxObservation  `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
-	Snapshots     []*SnapshotObservation `protobuf:"bytes,2,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
-	Volumes       []*VolumeObservation   `protobuf:"bytes,3,rep,name=volumes,proto3" json:"volumes,omitempty"`
-	Images        []*v1.Image            `protobuf:"bytes,4,rep,name=images,proto3" json:"images,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Sandboxes []*SandboxObservation  `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	Snapshots []*SnapshotObservation `protobuf:"bytes,2,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
+	Volumes   []*VolumeObservation   `protobuf:"bytes,3,rep,name=volumes,proto3" json:"volumes,omitempty"`
+	Images    []*v1.Image            `protobuf:"bytes,4,rep,name=images,proto3" json:"images,omitempty"`
+	// Folders of artefacts that no record of the node names: what they are is not known, and nobody is told to remove them.
+	UnownedArtefacts []string `protobuf:"bytes,5,rep,name=unowned_artefacts,json=unownedArtefacts,proto3" json:"unowned_artefacts,omitempty"`
+	// Empty on the last page.
+	Next          string `protobuf:"bytes,6,opt,name=next,proto3" json:"next,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2178,6 +2202,20 @@ func (x *GetInventoryResponse) GetImages() []*v1.Image {
 		return x.Images
 	}
 	return nil
+}
+
+func (x *GetInventoryResponse) GetUnownedArtefacts() []string {
+	if x != nil {
+		return x.UnownedArtefacts
+	}
+	return nil
+}
+
+func (x *GetInventoryResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
 }
 
 // SandboxUse says how long ago a sandbox was last used: 0 while a call into it goes on.
@@ -2246,9 +2284,10 @@ type Hello struct {
 	RuntimeBundles []string          `protobuf:"bytes,7,rep,name=runtime_bundles,json=runtimeBundles,proto3" json:"runtime_bundles,omitempty"`
 	CpuFeatures    []string          `protobuf:"bytes,8,rep,name=cpu_features,json=cpuFeatures,proto3" json:"cpu_features,omitempty"`
 	// The highest that the node has persisted.
-	HighestCoordinatorEpoch uint64                `protobuf:"varint,9,opt,name=highest_coordinator_epoch,json=highestCoordinatorEpoch,proto3" json:"highest_coordinator_epoch,omitempty"`
-	Architecture            string                `protobuf:"bytes,10,opt,name=architecture,proto3" json:"architecture,omitempty"`
-	Inventory               *GetInventoryResponse `protobuf:"bytes,11,opt,name=inventory,proto3" json:"inventory,omitempty"`
+	HighestCoordinatorEpoch uint64 `protobuf:"varint,9,opt,name=highest_coordinator_epoch,json=highestCoordinatorEpoch,proto3" json:"highest_coordinator_epoch,omitempty"`
+	Architecture            string `protobuf:"bytes,10,opt,name=architecture,proto3" json:"architecture,omitempty"`
+	// The images alone: the rest is asked for, page by page.
+	Inventory *GetInventoryResponse `protobuf:"bytes,11,opt,name=inventory,proto3" json:"inventory,omitempty"`
 	// Changes with every start of agentd.
 	BootId string `protobuf:"bytes,12,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
 	// Of every sandbox.
@@ -2860,7 +2899,9 @@ type ReadJournalRequest struct {
 	// The key of the last entry of the page before: tenant/kind/uid. Empty: from the first.
 	After string `protobuf:"bytes,1,opt,name=after,proto3" json:"after,omitempty"`
 	// 1..1000; 0 is 1000. A page may be shorter.
-	PageSize      int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	PageSize int32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// Only the entry of this key, if there is one: tenant/kind/uid.
+	Key           string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2907,6 +2948,13 @@ func (x *ReadJournalRequest) GetPageSize() int32 {
 		return x.PageSize
 	}
 	return 0
+}
+
+func (x *ReadJournalRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
 }
 
 type ReadJournalResponse struct {
@@ -3693,13 +3741,17 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"R\n" +
 	"\x19GetSandboxNetworkResponse\x125\n" +
-	"\anetwork\x18\x01 \x01(\v2\x1b.dormouse.v1.SandboxNetworkR\anetwork\"\x15\n" +
-	"\x13GetInventoryRequest\"\x8a\x02\n" +
+	"\anetwork\x18\x01 \x01(\v2\x1b.dormouse.v1.SandboxNetworkR\anetwork\"H\n" +
+	"\x13GetInventoryRequest\x12\x14\n" +
+	"\x05after\x18\x01 \x01(\tR\x05after\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\"\xcb\x02\n" +
 	"\x14GetInventoryResponse\x12B\n" +
 	"\tsandboxes\x18\x01 \x03(\v2$.dormouse.node.v1.SandboxObservationR\tsandboxes\x12C\n" +
 	"\tsnapshots\x18\x02 \x03(\v2%.dormouse.node.v1.SnapshotObservationR\tsnapshots\x12=\n" +
 	"\avolumes\x18\x03 \x03(\v2#.dormouse.node.v1.VolumeObservationR\avolumes\x12*\n" +
-	"\x06images\x18\x04 \x03(\v2\x12.dormouse.v1.ImageR\x06images\"X\n" +
+	"\x06images\x18\x04 \x03(\v2\x12.dormouse.v1.ImageR\x06images\x12+\n" +
+	"\x11unowned_artefacts\x18\x05 \x03(\tR\x10unownedArtefacts\x12\x12\n" +
+	"\x04next\x18\x06 \x01(\tR\x04next\"X\n" +
 	"\n" +
 	"SandboxUse\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x128\n" +
@@ -3767,10 +3819,11 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"whole_ends\x18\x06 \x01(\bR\twholeEnds\"\x1c\n" +
 	"\n" +
 	"JournalAck\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\x04R\x02id\"G\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\"Y\n" +
 	"\x12ReadJournalRequest\x12\x14\n" +
 	"\x05after\x18\x01 \x01(\tR\x05after\x12\x1b\n" +
-	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\"c\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\"c\n" +
 	"\x13ReadJournalResponse\x128\n" +
 	"\aentries\x18\x01 \x03(\v2\x1e.dormouse.node.v1.JournalEntryR\aentries\x12\x12\n" +
 	"\x04next\x18\x02 \x01(\tR\x04next\"\xab\x02\n" +

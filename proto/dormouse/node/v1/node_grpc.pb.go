@@ -76,7 +76,7 @@ type AgentServiceClient interface {
 	RemoveImage(ctx context.Context, in *RemoveImageRequest, opts ...grpc.CallOption) (*RemoveImageResponse, error)
 	// GetSandboxNetwork tells what a sandbox's network has seen. It needs no command: any coordinator may ask.
 	GetSandboxNetwork(ctx context.Context, in *GetSandboxNetworkRequest, opts ...grpc.CallOption) (*GetSandboxNetworkResponse, error)
-	// GetInventory tells all that the node holds, from its records.
+	// GetInventory tells what the node holds, from its records, and what lies there without one: a page of bounded size.
 	GetInventory(ctx context.Context, in *GetInventoryRequest, opts ...grpc.CallOption) (*GetInventoryResponse, error)
 	// ReadJournal gives what the node keeps of the catalog, in order of key: a page of bounded size.
 	ReadJournal(ctx context.Context, in *ReadJournalRequest, opts ...grpc.CallOption) (*ReadJournalResponse, error)
@@ -298,7 +298,7 @@ type AgentServiceServer interface {
 	RemoveImage(context.Context, *RemoveImageRequest) (*RemoveImageResponse, error)
 	// GetSandboxNetwork tells what a sandbox's network has seen. It needs no command: any coordinator may ask.
 	GetSandboxNetwork(context.Context, *GetSandboxNetworkRequest) (*GetSandboxNetworkResponse, error)
-	// GetInventory tells all that the node holds, from its records.
+	// GetInventory tells what the node holds, from its records, and what lies there without one: a page of bounded size.
 	GetInventory(context.Context, *GetInventoryRequest) (*GetInventoryResponse, error)
 	// ReadJournal gives what the node keeps of the catalog, in order of key: a page of bounded size.
 	ReadJournal(context.Context, *ReadJournalRequest) (*ReadJournalResponse, error)

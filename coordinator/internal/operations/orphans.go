@@ -1,0 +1,101 @@
+package operations
+
+import (
+	"context"
+
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/uid"
+)
+
+// Verdict is what the catalog says of something that a node holds.
+type Verdict string
+
+// The verdicts. The zero Verdict is no verdict, and nothing may be done on it.
+const (
+	// Owned has a record, in whatever phase: what is Deleting still owns its artefact.
+	Owned Verdict = "owned"
+	// Deleted has a tombstone: uids are never used again, so it stays deleted.
+	Deleted Verdict = "deleted"
+	// Unproven has neither. It may be lost, or its tombstone is forgotten.
+	Unproven Verdict = "unproven"
+)
+
+// Judge tells of up to catalog.MaxPage keys what the catalog says. All of it, or an error: a catalog that cannot be read,
+// or is suspended because it lost something, says nothing.
+func (e *Engine) Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key]Verdict, error) {
+	living, err := e.cfg.Catalog.GetMany(ctx, keys)
+	if err != nil {
+		return nil, err
+	}
+	verdicts := make(map[catalog.Key]Verdict, len(keys))
+	for _, key := range keys {
+		if _, ok := living[key]; ok {
+			verdicts[key] = Owned
+			continue
+		}
+		_, err := e.cfg.Catalog.Tombstone(ctx, key)
+		switch {
+		case err == nil:
+			verdicts[key] = Deleted
+		case errs.Has(err, errs.ObjectNotFound):
+			verdicts[key] = Unproven
+		default:
+			return nil, err
+		}
+	}
+	if len(living) == len(keys) {
+		return verdicts, nil
+	}
+	st, err := e.cfg.Catalog.Status(ctx)
+	if err == nil && st.Suspended != nil {
+		err = catalog.Refusal(errs.CatalogRewound)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return verdicts, nil
+}
+
+// Confirms tells whether the catalog's history has a point of which a node says that something was deleted by then, and
+// still no record is there.
+func (e *Engine) Confirms(ctx context.Context, key catalog.Key, p catalog.Point) (bool, error) {
+	relation, err := e.cfg.Catalog.Compare(ctx, p)
+	if err != nil || relation != catalog.Part {
+		return false, err
+	}
+	verdicts, err := e.Judge(ctx, []catalog.Key{key})
+	return err == nil && verdicts[key] != Owned, err
+}
+
+// DropOrphan has a node remove what it still holds although it was deleted for certain, in its turn like any deletion,
+// and says so by an event. The node refuses it (FENCED) in another session than the one in force.
+func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (session fence.Epoch, err error) {
+	leave, err := e.turns.take(ctx, node, key.Tenant)
+	if err != nil {
+		return 0, err
+	}
+	defer leave()
+	// A new id each time: the answer to an earlier removal says nothing of what is there now.
+	c := Command{ID: "orphan/" + uid.New(), Tenant: key.Tenant}
+	switch key.Kind {
+	case catalog.KindSandbox:
+		session, err = e.cfg.Agents.DeleteSandbox(ctx, node, c, key.UID)
+	case catalog.KindSnapshot:
+		session, err = e.cfg.Agents.DeleteSnapshot(ctx, node, c, key.UID)
+	default:
+		session, err = e.cfg.Agents.DeleteVolume(ctx, node, c, key.UID)
+	}
+	if err != nil {
+		return session, err
+	}
+	_, err = e.publish(ctx, func(context.Context, catalog.Reader) (catalog.Commit, error) {
+		ev, err := e.event(key, "OrphanRemoved", "it was deleted, and node "+node+" still held it", true)
+		return catalog.Commit{Puts: []catalog.Put{ev}}, err
+	})
+	if err != nil {
+		e.log.Warn("the removal of an orphan has no event", "node", node, "kind", key.Kind, "uid", key.UID, "error", err)
+	}
+	return session, nil
+}
