@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -225,7 +226,12 @@ func TestTheNetworksOfANode(t *testing.T) {
 		no   bool
 	}{{nil, false}, {[]dormousev1.NetworkMode{none}, true}, {[]dormousev1.NetworkMode{none, outbound}, false}, {[]dormousev1.NetworkMode{99}, false}} {
 		s := w.open(c.says...)
-		if all := w.registry.Nodes(); len(all) != 1 || all[0].NoOutbound != c.no {
+		var all []placement.Node
+		w.eventually("it is online", func() bool { // it is welcomed a moment before
+			all = w.registry.Nodes()
+			return len(all) == 1 && all[0].Online
+		})
+		if all[0].NoOutbound != c.no {
 			t.Errorf("%v makes %+v", c.says, all)
 		}
 		w.leave(s)
