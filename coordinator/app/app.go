@@ -203,7 +203,7 @@ func (a *App) open(ctx context.Context) error {
 // assemble makes what the listeners serve.
 func (a *App) assemble(files *pki.Source) {
 	a.registry = sessions.New(sessions.Config{
-		Store: a.store, Queue: publisher{a.queue}, Log: a.log, Heartbeat: a.cfg.Nodes.Heartbeat, Missed: a.cfg.Nodes.Missed,
+		Store: a.store, Queue: publisher{a.queue, a.rewound}, Log: a.log, Heartbeat: a.cfg.Nodes.Heartbeat, Missed: a.cfg.Nodes.Missed,
 		OnHigherEpoch: a.higherEpoch, Witness: a.witness, PeerNode: peerNode, TicketKeys: a.ticketKeys,
 		Inventory: func(ctx context.Context, node, after string) (*nodev1.GetInventoryResponse, fence.Epoch, error) {
 			return a.pool.Inventory(ctx, node, after)
@@ -326,10 +326,17 @@ func Run(ctx context.Context, cfg Config, opts ...Option) error {
 }
 
 // publisher gives the commit queue the shape that its users declare.
-type publisher struct{ *publish.Queue }
+type publisher struct {
+	*publish.Queue
+	rewound func() // told of each refusal for CATALOG_REWOUND
+}
 
 func (p publisher) Publish(ctx context.Context, build func(context.Context, catalog.Reader) (catalog.Commit, error)) (catalog.Result, error) {
-	return p.Queue.Publish(ctx, build)
+	r, err := p.Queue.Publish(ctx, build)
+	if errs.Has(err, errs.CatalogRewound) {
+		p.rewound()
+	}
+	return r, err
 }
 
 // services makes the public API.

@@ -57,7 +57,9 @@ func (a *App) campaign(ctx context.Context) {
 			}
 		case err == nil:
 			a.log.Debug("another coordinator leads", "holder", lease.Holder, "epoch", uint64(lease.Epoch))
-			_, _ = a.store.History(ctx) // who stands by is a witness, too
+			if err := a.standBy(ctx, lease.Epoch); err != nil && ctx.Err() == nil {
+				a.log.Warn("the catalog was not compared with what was seen of it", "error", err)
+			}
 		}
 		a.nap(ctx)
 	}
@@ -105,7 +107,7 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 		return fmt.Errorf("read the nodes: %w", err)
 	}
 	engine, err := operations.Start(ctx, operations.Config{
-		Catalog: a.store, Queue: publisher{a.queue}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
+		Catalog: a.store, Queue: publisher{a.queue, a.rewound}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
 		PlacementWait: a.cfg.Nodes.PlacementWait, DeletionsPerNode: a.cfg.Operations.DeletionsPerNode, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
 		OperationLife: a.cfg.Operations.Life + a.cfg.Operations.Life/12, EventLife: a.cfg.Operations.EventLife, OnDone: a.metrics.operation,
 	})

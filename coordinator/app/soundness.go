@@ -38,6 +38,33 @@ func (a *App) sound(ctx context.Context, epoch fence.Epoch) (*catalog.Suspension
 	return st.Suspended, err
 }
 
+// standBy makes one who does not lead a witness: it remembers what the catalog has, and suspends it, in the leader's name, when it does not
+// have any more what is remembered. The leader learns of it from its next commit.
+func (a *App) standBy(ctx context.Context, leader fence.Epoch) error {
+	seen := a.store.Seen()
+	relation, err := a.store.Compare(ctx, seen)
+	if err != nil {
+		return err
+	}
+	if !relation.Missing() {
+		_, err := a.store.History(ctx)
+		return err
+	}
+	st, err := a.store.Status(ctx)
+	if err != nil || st.Suspended != nil && st.Suspended.Witness.Seq >= seen.Seq {
+		return err
+	}
+	return a.suspend(ctx, leader, a.cfg.Holder, seen)
+}
+
+// rewound is told that a commit was refused since the catalog lost something. A term in which that is news ends: the next one
+// begins by comparing, and sees to the repair.
+func (a *App) rewound() {
+	if t := a.inForce.Load(); t != nil && !t.suspended {
+		t.end(catalog.Refusal(errs.CatalogRewound))
+	}
+}
+
 func (a *App) suspend(ctx context.Context, epoch fence.Epoch, by string, lost catalog.Point) error {
 	a.log.Error("the catalog does not have what it acknowledged; it takes no writes until it is repaired", "found_by", by,
 		"incarnation", lost.Incarnation, "seq", lost.Seq, "digest", lost.Digest)
@@ -116,8 +143,8 @@ func (a *App) proof(ctx context.Context, epoch fence.Epoch) error {
 	if err != nil {
 		return err
 	}
-	if lease.Epoch != epoch {
-		return errs.New(errs.NoLeader, "the catalog's server came back with epoch %d in force, not %d", lease.Epoch, epoch)
+	if lease.Epoch != epoch || lease.Holder != a.holder {
+		return errs.New(errs.NoLeader, "the catalog's server came back with epoch %d of %s in force, not epoch %d of this one", lease.Epoch, lease.Holder, epoch)
 	}
 	relation, err := a.store.Compare(ctx, a.store.Seen())
 	if err != nil {

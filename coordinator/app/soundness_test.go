@@ -5,8 +5,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dormouse-run/dormouse/coordinator/app"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/catalog/redis"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -144,5 +148,52 @@ func TestC16OldTermWritesNothing(t *testing.T) {
 	})
 	if list, err := sandboxes.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}); err != nil || len(list.GetSandboxes()) != 0 {
 		t.Errorf("%d sandboxes, %v", len(list.GetSandboxes()), err)
+	}
+}
+
+// Who only stands by is a witness, too: when the catalog comes back older, with another's lease in force, it is suspended by who knows better.
+func TestC21StandbySuspends(t *testing.T) {
+	server := redistest.Start(t)
+	ctx := context.Background()
+	open := func() *redis.Store {
+		s, err := redis.Open(ctx, redis.Options{Address: server.Socket, Catalog: app.DefaultConfig().Redis.Catalog})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = s.Close() }) // only a test's
+		return s
+	}
+	rival := open()
+	lease, won, err := rival.Lead(ctx, catalog.Claim{Holder: "rival", TTL: time.Hour})
+	if err != nil || !won {
+		t.Fatal(lease, won, err)
+	}
+	server.Kill(t)
+	kept := server.Copy(t)
+	server.Restart(t)
+	if err := rival.Release(ctx, "rival", lease.Epoch); err != nil {
+		t.Fatal(err)
+	}
+	r := newRig(t)
+	r.onRedis(server)
+	r.node("n1")
+	if _, err := dormousev1.NewSandboxServiceClient(r.conn(r.user)).CreateSandbox(ctx, box("lost")); err != nil {
+		t.Fatal(err)
+	}
+	server.Kill(t)
+	server.Rewind(t, kept)
+	server.Restart(t)
+	old := open() // as the rival would be that was paused all the time
+	eventually(t, "the catalog is suspended", func() bool {
+		st, err := old.Status(ctx)
+		return err == nil && st.Suspended != nil && st.Epoch == lease.Epoch
+	})
+	results, err := old.Commit(ctx, []catalog.Commit{{Owner: fence.Owner{Coordinator: lease.Epoch}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantReason(t, results[0].Err, errs.CatalogRewound)
+	if r.app.Leading() {
+		t.Error("it leads")
 	}
 }

@@ -164,7 +164,7 @@ type Result struct {
 	// Err is nil when the commit was applied, now or (Replayed) earlier. Otherwise nothing was
 	// changed, and Err is of outcome not_started:
 	//
-	//	FENCED                   the coordinator's or session's epoch is not the one in force
+	//	FENCED                   the coordinator's or session's epoch is not the one in force, or was granted to another since
 	//	OPERATION_BODY_MISMATCH  the ID was used with another digest
 	//	OPERATION_EXPIRED        the ID is older than the receipts' life
 	//	ATTEMPT_VOID             Settle has voided this attempt

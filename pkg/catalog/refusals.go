@@ -42,6 +42,9 @@ func refusalText(reason errs.Reason, d map[string]string) string {
 		if d["node"] != "" {
 			return fmt.Sprintf("session %s of node %s is not the one in force (%s); the node must open a new session", d["epoch"], d["node"], d["current_epoch"])
 		}
+		if d["leader"] != "" {
+			return fmt.Sprintf("coordinator epoch %s belongs to %s, to which a server that had come back older granted it anew; ask that one", d["epoch"], d["leader"])
+		}
 		return fmt.Sprintf("coordinator epoch %s is not the one in force (%s); ask the current leader", d["epoch"], d["current_epoch"])
 	case errs.CatalogRewound:
 		return "the catalog's server came back without something that it had acknowledged; nothing is written until it is repaired (dormouse admin catalog status)"

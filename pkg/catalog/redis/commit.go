@@ -55,9 +55,9 @@ func lostReply(cause error) error {
 // encodeBatch makes the arguments of commit.lua: a flat list of strings, each list in it after its length.
 func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
 	seen := s.Seen()
-	args := make([]any, 0, 8+32*len(sent))
+	args := make([]any, 0, 9+32*len(sent))
 	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, catalog.MaxAhead.Milliseconds(), catalog.MarkEvery,
-		dec(seen.Seq), seen.Digest, len(sent))
+		dec(seen.Seq), seen.Digest, s.sender(), len(sent))
 	for _, i := range sent {
 		c := &batch[i]
 		var minted int64

@@ -7,7 +7,8 @@ local call, fmt = redis.call, string.format
 local P, tomb_ms, maxlen = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local ahead_ms, MARK = tonumber(ARGV[4]), tonumber(ARGV[5])
 local seen_seq, seen_digest = tonumber(ARGV[6]), ARGV[7]
-local count, pos = tonumber(ARGV[8]), 8
+local sender = ARGV[8]
+local count, pos = tonumber(ARGV[9]), 9
 
 local function take()
   pos = pos + 1
@@ -19,13 +20,21 @@ local function whole(n) return fmt('%.0f', n) end
 local clock = call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 local now_s = whole(now)
-local leader = call('HGET', P .. 'leader', 'e') or '0'
+local granted = call('HMGET', P .. 'leader', 'e', 'h')
+local leader, holder = granted[1] or '0', granted[2] or ''
 local suspended = call('EXISTS', P .. 'suspended') == 1
 local chain = call('GET', P .. 'digest') or ''
 
 -- Who has seen more than is here is talking to a server that came back older.
 local here = tonumber(call('GET', P .. 'seq') or '0')
 local rewound = here < seen_seq or (here == seen_seq and chain ~= seen_digest and seen_digest ~= '')
+if here > seen_seq and seen_digest ~= '' then -- others have written since, or it has grown past what it lost
+  local then_ = call('XRANGE', P .. 'log', whole(seen_seq) .. '-0', whole(seen_seq) .. '-0')[1]
+  local fields = then_ and then_[2] or {}
+  for i = 1, #fields, 2 do
+    if fields[i] == 'h' and fields[i + 1] ~= seen_digest then rewound = true end
+  end
+end
 
 local function split(key) return string.match(key, '^([^/]+)/([^/]+)/(.+)$') end
 
@@ -81,6 +90,10 @@ end
 local function check_owner(c)
   if c.epoch ~= leader or leader == '0' then
     return { 'FENCED', 'epoch', c.epoch, 'current_epoch', leader }
+  end
+  -- A server that came back older may have granted an epoch for a second time.
+  if sender ~= '' and sender ~= holder then
+    return { 'FENCED', 'epoch', c.epoch, 'current_epoch', leader, 'leader', holder }
   end
   if c.node ~= '' then
     local session = call('HGET', P .. 'sessions', c.node) or '0'

@@ -20,8 +20,8 @@ func (s *Store) Seen() catalog.Point {
 	return catalog.Point{}
 }
 
-// saw takes a point that the server gave out, if it is further in the history that was seen. What a server of another
-// incarnation gives out counts only after Compare has shown that it goes on from there.
+// saw takes a point that the server gave out together with a proof that it has what was seen before, if it is further in that
+// history. What a server of another incarnation gives out counts only after Compare has shown that it goes on from there.
 func (s *Store) saw(p catalog.Point) {
 	for p.Seq > 0 {
 		old := s.seen.Load()
@@ -46,29 +46,50 @@ func (s *Store) goOn(ctx context.Context) error {
 
 // History implements catalog.Store.
 func (s *Store) History(ctx context.Context) (catalog.History, error) {
+	h, relation, err := s.history(ctx)
+	if goredis.HasErrorPrefix(err, "NOSCRIPT") {
+		if err := compareScript.Load(ctx, s.client).Err(); err != nil {
+			return catalog.History{}, readError(err)
+		}
+		h, relation, err = s.history(ctx)
+	}
+	if err != nil {
+		return catalog.History{}, readError(err)
+	}
+	// A witness does not forget: a server that came back older, and maybe grew past what it lost, teaches it nothing.
+	if !relation.Missing() {
+		s.saw(h.Head)
+	}
+	return h, nil
+}
+
+// history reads it, and what the point that was seen is to it, at one moment.
+func (s *Store) history(ctx context.Context) (catalog.History, catalog.Relation, error) {
+	seen := s.Seen()
 	p := s.client.TxPipeline()
+	relation := p.EvalSha(ctx, compareScript.Hash(), []string{s.keys.one("seq")}, string(s.keys), seen.Incarnation, dec(seen.Seq), seen.Digest)
 	inc := p.Get(ctx, s.keys.one("incarnation"))
 	seq := p.Get(ctx, s.keys.one("seq"))
 	digest := p.Get(ctx, s.keys.one("digest"))
 	mark := p.XRevRangeN(ctx, s.keys.one("marks"), "+", "-", 1)
 	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
-		return catalog.History{}, readError(err)
+		return catalog.History{}, "", err
 	}
 	n, err := number(seq)
 	if err != nil {
-		return catalog.History{}, err
+		return catalog.History{}, "", err
 	}
 	h := catalog.History{Head: catalog.Point{Incarnation: inc.Val(), Seq: n, Digest: digest.Val()}}
 	if len(mark.Val()) > 0 {
 		m := mark.Val()[0]
 		h.Mark.Incarnation = inc.Val()
 		if _, err := fmt.Sscanf(m.ID, "%d-0", &h.Mark.Seq); err != nil {
-			return catalog.History{}, damaged(err, "marks")
+			return catalog.History{}, "", damaged(err, "marks")
 		}
 		h.Mark.Digest, _ = m.Values["h"].(string)
 	}
-	s.saw(h.Head)
-	return h, nil
+	r, _ := relation.Val().(string)
+	return h, catalog.Relation(r), nil
 }
 
 // Compare implements catalog.Store.

@@ -35,7 +35,18 @@ func (s *Store) Lead(ctx context.Context, c catalog.Claim) (catalog.Lease, bool,
 	if err != nil {
 		return catalog.Lease{}, false, lostReply(err)
 	}
+	if mine == 1 {
+		s.holder.Store(&c.Holder)
+	}
 	return catalog.Lease{Holder: holder, Epoch: fence.Epoch(n), Left: time.Duration(left) * time.Millisecond}, mine == 1, nil
+}
+
+// sender is whom the lease was granted to through this store last, or nobody.
+func (s *Store) sender() string {
+	if h := s.holder.Load(); h != nil {
+		return *h
+	}
+	return ""
 }
 
 // Leader implements catalog.Store.
@@ -69,7 +80,7 @@ func (s *Store) OpenSession(ctx context.Context, coordinator fence.Epoch, node s
 	if err := catalog.ValidateNode(node); err != nil {
 		return 0, err
 	}
-	reply, err := s.eval(ctx, sessionScript, []any{string(s.keys), dec(uint64(coordinator)), node, dec(uint64(above))})
+	reply, err := s.eval(ctx, sessionScript, []any{string(s.keys), dec(uint64(coordinator)), node, dec(uint64(above)), s.sender()})
 	if err != nil {
 		return 0, err
 	}

@@ -1,6 +1,7 @@
 package redis_test
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -9,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
 )
 
 // A server that came back older takes no commit from a store that has seen more, not even the first one.
@@ -151,5 +153,77 @@ func related(t *testing.T, s catalog.Store, p catalog.Point, want catalog.Relati
 	t.Helper()
 	if got, err := s.Compare(t.Context(), p); err != nil || got != want {
 		t.Errorf("%+v is %q (%v), want %q", p, got, err, want)
+	}
+}
+
+// An epoch that the server lost and granted anew belongs to whom it was granted to last, though both know it by the same number.
+func TestC22_EpochGrantedTwice(t *testing.T) {
+	server := redistest.Start(t)
+	first := open(t, redis.Options{Address: server.Socket})
+	server.Kill(t)
+	kept := server.Copy(t)
+	server.Restart(t)
+	lead := func(s *redis.Store, holder string) fence.Owner {
+		lease, won, err := s.Lead(t.Context(), catalog.Claim{Holder: holder, TTL: time.Hour})
+		if err != nil || !won {
+			t.Fatal(lease, won, err)
+		}
+		return fence.Owner{Coordinator: lease.Epoch}
+	}
+	was := lead(first, "first")
+	server.Kill(t)
+	server.Rewind(t, kept)
+	server.Restart(t)
+	second := open(t, redis.Options{Address: server.Socket})
+	is := lead(second, "second")
+	if is != was {
+		t.Fatalf("the epochs are %v and %v; the test wants the same", was, is)
+	}
+	commit := func(s *redis.Store, uid string) *errs.Error {
+		results, err := s.Commit(t.Context(), []catalog.Commit{{Owner: is, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox(uid))}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return results[0].Err
+	}
+	if e := commit(first, "a"); !errs.Has(e, errs.Fenced) || !strings.Contains(e.Error(), "second") {
+		t.Errorf("who has lost the epoch: %v", e)
+	}
+	if _, err := first.OpenSession(t.Context(), is.Coordinator, "n1", 0); !errs.Has(err, errs.Fenced) {
+		t.Errorf("a session from who has lost the epoch: %v", err)
+	}
+	if e := commit(second, "b"); e != nil {
+		t.Errorf("who has it: %v", e)
+	}
+}
+
+// What a store has seen stays what it has seen, also when the server has grown past that since it came back older.
+func TestC21_WitnessRemembers(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	server.Kill(t)
+	kept := server.Copy(t)
+	server.Restart(t)
+	f.Must(catalogtest.Create(catalogtest.Sandbox("lost")))
+	seen := f.Seen()
+	server.Kill(t)
+	server.Rewind(t, kept)
+	server.Restart(t)
+	other := open(t, redis.Options{Address: server.Socket})
+	for _, uid := range []string{"a", "b", "c"} {
+		results, err := other.Commit(t.Context(), []catalog.Commit{{Owner: f.Owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox(uid))}}})
+		if err != nil || results[0].Err != nil {
+			t.Fatal(results, err)
+		}
+	}
+	if h, err := f.History(t.Context()); err != nil || h.Head.Seq <= seen.Seq || f.Seen() != seen {
+		t.Errorf("at %v (%v) the witness of %v has seen %v", h.Head, err, seen, f.Seen())
+	}
+	if relation, err := f.Compare(t.Context(), f.Seen()); err != nil || relation != catalog.Lost {
+		t.Errorf("%s, %v", relation, err)
+	}
+	results, err := f.Commit(t.Context(), []catalog.Commit{{Owner: f.Owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox("d"))}}})
+	if err != nil || !errs.Has(results[0].Err, errs.CatalogRewound) {
+		t.Errorf("its commit: %v, %v", results, err)
 	}
 }

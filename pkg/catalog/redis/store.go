@@ -95,6 +95,7 @@ type Store struct {
 	server      string
 	incarnation atomic.Pointer[string]
 	seen        atomic.Pointer[catalog.Point] // nil: nothing
+	holder      atomic.Pointer[string]        // nil: no lease was granted through this store
 
 	mu         sync.Mutex
 	generation generation
