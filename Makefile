@@ -63,10 +63,11 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
-.PHONY: test race crash-matrix soak load-smoke load-1024 load-node lint gen gen-check
+.PHONY: test race crash-matrix soak load-smoke load-1024 load-node fault-run lint gen gen-check
 SOAK ?= 10m
 SOAKFLAGS ?=
 LOADFLAGS ?=
+FAULTFLAGS ?=
 test: tools images images-test build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
@@ -85,6 +86,8 @@ load-1024: tools images build bundle ## 1,024 of them on this machine, beside ba
 	@bin/dormouse-load run $(LOADFLAGS) load-1024
 load-node: tools images build bundle ## 79 with 64 MiB of heap and a file of 32 MiB (L02)
 	@bin/dormouse-load run $(LOADFLAGS) node
+fault-run: tools images build bundle ## what goes wrong in a cluster's life, with 16 sandboxes on three nodes (F01 to F12)
+	@bin/faultrun $(FAULTFLAGS)
 lint: tools-dev ## golangci-lint
 	@"$$(scripts/tools.sh --bin)/golangci-lint" run --allow-parallel-runners ./...
 gen: tools-dev ## generate code and OpenAPI from the protos

@@ -71,28 +71,6 @@ func TestDistributionTakesWhatWasMeasured(t *testing.T) {
 	}
 }
 
-func TestLinesFindTheAnswer(t *testing.T) {
-	l := &lines{token: "t2", found: make(chan struct{})}
-	for _, part := range []string{"answer t1 1\nans", "wer t2", " 7 8", "\nanswer t3 9\n"} {
-		if _, err := l.Write([]byte(part)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	select {
-	case <-l.found:
-	default:
-		t.Fatal("the answer was not found")
-	}
-	if line, ok := l.answer(); !ok || line != "answer t2 7 8" {
-		t.Errorf("got %q", line)
-	}
-	l = &lines{token: "t2", found: make(chan struct{})}
-	_, _ = l.Write([]byte("answer t22 1\nfailed no memory\n"))
-	if line, ok := l.answer(); !ok || line != "failed no memory" {
-		t.Errorf("a failure: %q", line)
-	}
-}
-
 // fullSummary is one of a run in which nothing failed.
 func fullSummary() Summary {
 	s := Summary{Identity: Identity{Plan: Plan{Name: "x", Subjects: 2, HeapMiB: 1, FileMiB: 1, Rounds: 2, Clients: 1}}}

@@ -5,15 +5,11 @@ package load
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"strconv"
-	"strings"
-	"sync"
-	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+	"github.com/dormouse-run/dormouse/test/load/probe"
 	"github.com/dormouse-run/dormouse/test/load/subject"
 )
 
@@ -30,12 +26,10 @@ type one struct {
 	image    string
 	api      *client.Client
 	box      *client.Sandbox
-	process  *client.Process
+	program  *probe.Probe
 	snapshot *client.Snapshot
 	volume   *client.Volume
-	last     subject.Answer
-	out, err uint64 // the offsets of the program's output
-	dead     bool   // a step of it failed
+	dead     bool // a step of it failed
 }
 
 func (o *one) name(what string, round int) string {
@@ -61,7 +55,7 @@ func (o *one) step(ctx context.Context, p Phase, round int, e *Event) error {
 	case Restore:
 		return o.restore(ctx, round, e)
 	case Prove:
-		return o.prove(ctx)
+		return o.program.Prove(ctx)
 	case Forget:
 		return o.forget(ctx)
 	}
@@ -76,12 +70,6 @@ func (o *one) makeVolume(ctx context.Context, e *Event) (err error) {
 	return err
 }
 
-// Where the subject keeps its file, and its volume.
-const (
-	folder = "/data"
-	onto   = "/volume"
-)
-
 func (o *one) create(ctx context.Context, e *Event) (err error) {
 	payload := int64(o.plan.HeapMiB+o.plan.FileMiB) * mib
 	spec := &dormousev1.SandboxSpec{Image: o.image, Resources: &dormousev1.Resources{
@@ -90,7 +78,7 @@ func (o *one) create(ctx context.Context, e *Event) (err error) {
 		DiskLimitBytes: int64(o.plan.FileMiB)*mib + 16*mib,
 	}}
 	if o.volume != nil {
-		spec.Volumes = []*dormousev1.VolumeMount{{VolumeUid: o.volume.UID, Path: onto}}
+		spec.Volumes = []*dormousev1.VolumeMount{{VolumeUid: o.volume.UID, Path: probe.Volume}}
 	}
 	o.box, err = o.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Name: o.name("box", 0), Labels: o.labels(), Spec: spec})
 	if err == nil {
@@ -101,18 +89,8 @@ func (o *one) create(ctx context.Context, e *Event) (err error) {
 
 // begin starts the program and takes its first answer.
 func (o *one) begin(ctx context.Context) (err error) {
-	argv := []string{subject.Path, strconv.Itoa(o.plan.HeapMiB * mib), strconv.Itoa(o.plan.FileMiB * mib), folder}
-	if o.volume != nil {
-		argv = append(argv, onto)
-	}
-	o.process, err = o.box.Start(ctx, &dormousev1.ProcessSpec{Argv: argv, Stdin: true, Env: map[string]string{"GOMAXPROCS": "1"}}, "")
-	if err != nil {
-		return err
-	}
-	if o.last, err = o.ask(ctx); err != nil {
-		return err
-	}
-	return subject.First(o.last, subject.Want{Heap: int64(o.plan.HeapMiB) * mib, File: int64(o.plan.FileMiB) * mib, Volume: o.volume != nil})
+	o.program, err = probe.Begin(ctx, o.box, subject.Want{Heap: int64(o.plan.HeapMiB) * mib, File: int64(o.plan.FileMiB) * mib, Volume: o.volume != nil})
+	return err
 }
 
 func (o *one) checkpoint(ctx context.Context, round int, e *Event) error {
@@ -134,18 +112,9 @@ func (o *one) restore(ctx context.Context, round int, e *Event) error {
 	if err != nil {
 		return err
 	}
-	o.box, o.process, e.UID = box, box.Process(o.process.ID), box.UID
+	o.box, e.UID = box, box.UID
+	o.program.In(box)
 	return nil
-}
-
-func (o *one) prove(ctx context.Context) error {
-	a, err := o.ask(ctx)
-	if err != nil {
-		return err
-	}
-	err = subject.Same(o.last, a)
-	o.last = a
-	return err
 }
 
 func (o *one) forget(ctx context.Context) error {
@@ -157,80 +126,4 @@ func (o *one) forget(ctx context.Context) error {
 		err = o.volume.Delete(ctx, "")
 	}
 	return err
-}
-
-// ask has the program answer one question.
-func (o *one) ask(ctx context.Context) (subject.Answer, error) {
-	token := strconv.FormatInt(time.Now().UnixNano(), 36)
-	lines := &lines{token: token, found: make(chan struct{})}
-	out := &client.Output{Stdout: lines}
-	out.From(o.out, o.err)
-	a, err := o.process.Attach(ctx, client.AttachOptions{Output: out, Input: true})
-	if err != nil {
-		return subject.Answer{}, err
-	}
-	_, err = a.Write([]byte(token + "\n"))
-	if err == nil {
-		select {
-		case <-lines.found:
-		case <-a.Done():
-			var exit *dormousev1.ProcessExit
-			if exit, err = a.Wait(); err == nil {
-				err = fmt.Errorf("the program ended with %v", exit)
-			}
-		case <-ctx.Done():
-			err = context.Cause(ctx)
-		}
-	}
-	a.Close()
-	o.out, o.err = out.Offsets()
-	if line, ok := lines.answer(); ok {
-		return subject.Parse(line)
-	}
-	return subject.Answer{}, errors.Join(err, lines.failed())
-}
-
-// lines finds the answer to one question in what the program writes.
-type lines struct {
-	token string
-	found chan struct{} // closed once the answer, or a failure, is there
-
-	mu   sync.Mutex
-	buf  strings.Builder
-	line string
-}
-
-// Write implements io.Writer.
-func (l *lines) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.buf.Write(p)
-	if l.line != "" {
-		return len(p), nil
-	}
-	text := l.buf.String()
-	for {
-		line, rest, whole := strings.Cut(text, "\n")
-		if !whole {
-			return len(p), nil
-		}
-		if strings.HasPrefix(line, "answer "+l.token+" ") || strings.HasPrefix(line, "failed ") {
-			l.line = line
-			close(l.found)
-			return len(p), nil
-		}
-		text = rest
-	}
-}
-
-func (l *lines) answer() (string, bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.line, l.line != ""
-}
-
-func (l *lines) failed() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return fmt.Errorf("no answer to %s in %.300q", l.token, l.buf.String())
 }
