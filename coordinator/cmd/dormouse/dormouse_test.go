@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -14,6 +15,7 @@ import (
 	"go.uber.org/goleak"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/testing/protocmp"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/dormouse-run/dormouse/pkg/command"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -114,6 +116,44 @@ func TestTables(t *testing.T) {
 	}
 	if err := json.Unmarshal([]byte(dormouse(t, "inspect", "box").out), &shown); err != nil || shown.Meta.Uid != uidAt(1) {
 		t.Errorf("inspect: %+v %v", shown, err)
+	}
+}
+
+func TestSnapshotsAreRemovedBySelection(t *testing.T) {
+	f := serve(t)
+	add := func(i int, source string, age time.Duration, phase dormousev1.SnapshotPhase) {
+		f.snapshots = append(f.snapshots, &dormousev1.Snapshot{Meta: &dormousev1.ObjectMeta{Uid: uidAt(i), CreateTime: timestamppb.New(now().Add(-age))},
+			SourceSandboxUid: source, Status: &dormousev1.SnapshotStatus{Phase: phase}})
+	}
+	const ready = dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY
+	add(1, uidAt(100), 100*time.Hour, ready)
+	add(2, uidAt(101), 100*time.Hour, ready)
+	add(3, uidAt(101), time.Hour, ready)
+	add(4, uidAt(101), 100*time.Hour, dormousev1.SnapshotPhase_SNAPSHOT_PHASE_PREPARING)
+	add(5, uidAt(101), 100*time.Hour, dormousev1.SnapshotPhase_SNAPSHOT_PHASE_DELETING)
+	f.busy = 3
+	for _, c := range []struct {
+		args []string
+		want []string
+	}{
+		{[]string{"--all"}, []string{uidAt(1), uidAt(2), uidAt(3)}},
+		{[]string{"--source", uidAt(101), "--parallel", "1"}, []string{uidAt(2), uidAt(3)}},
+		{[]string{"--older-than", "72h"}, []string{uidAt(1), uidAt(2)}},
+		{[]string{"--older-than", "72h", "--source", uidAt(101)}, []string{uidAt(2)}},
+		{[]string{uidAt(4), uidAt(3)}, []string{uidAt(3), uidAt(4)}},
+		{[]string{"--older-than", "720h"}, nil},
+	} {
+		r := dormouse(t, append([]string{"snapshot", "rm"}, c.args...)...)
+		got := strings.Fields(r.out)
+		slices.Sort(got)
+		if r.code != 0 || !slices.Equal(got, c.want) {
+			t.Errorf("%v: %+v, want %v", c.args, r, c.want)
+		}
+	}
+	for _, args := range [][]string{{}, {"--all", uidAt(1)}, {"--older-than", "-1h"}, {"--all", "--parallel", "0"}, {"--all", "--parallel", "65"}, {"--all", "--operation-id", uidAt(9)}} {
+		if r := dormouse(t, append([]string{"snapshot", "rm"}, args...)...); r.code != 2 || r.out != "" {
+			t.Errorf("%v: %+v", args, r)
+		}
 	}
 }
 

@@ -46,6 +46,7 @@ type fake struct {
 	mu        sync.Mutex
 	sandboxes []*dormousev1.Sandbox
 	snapshots []*dormousev1.Snapshot
+	busy      int // deletions of snapshots that the queue has no room for
 	volumes   []*dormousev1.Volume
 	requests  []proto.Message
 	signals   chan int32
@@ -277,7 +278,7 @@ func (f *fake) ListSnapshots(_ context.Context, r *dormousev1.ListSnapshotsReque
 	defer f.mu.Unlock()
 	resp := &dormousev1.ListSnapshotsResponse{}
 	for _, s := range f.snapshots {
-		if r.GetName() == "" || s.GetMeta().GetName() == r.GetName() {
+		if (r.GetName() == "" || s.GetMeta().GetName() == r.GetName()) && (r.GetSourceSandboxUid() == "" || s.GetSourceSandboxUid() == r.GetSourceSandboxUid()) {
 			resp.Snapshots = append(resp.Snapshots, s)
 		}
 	}
@@ -285,6 +286,13 @@ func (f *fake) ListSnapshots(_ context.Context, r *dormousev1.ListSnapshotsReque
 }
 
 func (f *fake) DeleteSnapshot(_ context.Context, r *dormousev1.DeleteSnapshotRequest) (*dormousev1.DeleteSnapshotResponse, error) {
+	f.mu.Lock()
+	if f.busy > 0 {
+		f.busy--
+		f.mu.Unlock()
+		return nil, errs.New(errs.QueueFull, "the test's queue is full")
+	}
+	f.mu.Unlock()
 	return &dormousev1.DeleteSnapshotResponse{}, f.note("DeleteSnapshot", r)
 }
 

@@ -69,16 +69,15 @@ func snapshotCommands() *cli.Command {
 			}),
 		},
 		{
-			Name: "rm", Usage: "delete snapshots", ArgsUsage: "SNAPSHOT...", Flags: callFlags(true, forceFlag()),
-			Action: action(1, -1, func(c call) error {
-				return removeEach(c, func(ref string) (remover, string, error) {
-					s, err := c.client.FindSnapshot(c.ctx, ref)
-					if err != nil {
-						return nil, "", err
-					}
-					return s, s.UID, nil
-				})
-			}),
+			Name: "rm", Usage: "delete snapshots, by name or uid, or those that flags select", ArgsUsage: "[SNAPSHOT...]",
+			Description: "Several are deleted at a time. A node removes a few at a time, and those of other tenants in between: ten thousand take a while.\n" +
+				"Interrupted, what was begun goes on; the same command deletes the rest. \"dormouse admin catalog status\" shows how it goes on.",
+			Flags: callFlags(true, forceFlag(),
+				&cli.BoolFlag{Name: "all", Usage: "every snapshot of the tenant that nothing is made from now"},
+				&cli.StringFlag{Name: "source", Usage: "those of a sandbox, by uid (it may be gone)"},
+				&cli.DurationFlag{Name: "older-than", Usage: "those made longer ago, e.g. 72h"},
+				&cli.IntFlag{Name: "parallel", Usage: "how many at a time, 1 to 64", Value: 16}),
+			Action: action(0, -1, removeSnapshots),
 		},
 	}}
 }

@@ -22,7 +22,7 @@ type gate struct {
 	at     int // how many wait there
 	most   int
 	begun  int
-	reply  error    // what the node answers for one uid
+	reply  error // what the node answers for one uid
 	refuse string
 }
 
