@@ -158,8 +158,8 @@ func (a *App) servers() ([]*server, error) {
 	debugging := with()
 	nodev1.RegisterDebugServiceServer(debugging, &debug.Server{
 		Summary: a.overview, Objects: a.objects(), Processes: processes,
-		Examine: func(ctx context.Context, fix bool) ([]reconcile.Result, map[string]int, error) {
-			return reconcile.Examine(ctx, a.sources(), a.run, fix)
+		Examine: func(ctx context.Context, req reconcile.Request) ([]reconcile.Result, map[string]int, string, error) {
+			return reconcile.Examine(ctx, a.sources(), a.run, req)
 		},
 	})
 	all := []*server{

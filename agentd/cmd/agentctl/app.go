@@ -108,11 +108,17 @@ func action(least, most int, do func(call) error) cli.ActionFunc {
 
 func listCommand(name, usage string, kind nodev1.DebugKind) *cli.Command {
 	return &cli.Command{Name: name, Usage: usage, Flags: flags(), Action: action(0, 0, func(c call) error {
-		resp, err := c.node.ListDebugObjects(c.ctx, &nodev1.ListDebugObjectsRequest{Kind: kind})
-		if err != nil {
-			return err
+		var objects []*nodev1.DebugObject
+		for req := (&nodev1.ListDebugObjectsRequest{Kind: kind}); ; {
+			resp, err := c.node.ListDebugObjects(c.ctx, req)
+			if err != nil {
+				return err
+			}
+			objects = append(objects, resp.GetObjects()...)
+			if req.After = resp.GetNext(); req.GetAfter() == "" {
+				break
+			}
 		}
-		objects := resp.GetObjects()
 		return command.List(c.print, objects, (*nodev1.DebugObject).GetUid, objectColumns(objects))
 	})}
 }
@@ -227,9 +233,16 @@ func overview(c call) error {
 
 // doctor shows the differences between records and node. What was fixed does not count.
 func doctor(c call) error {
-	resp, err := c.node.Doctor(c.ctx, &nodev1.DoctorRequest{Fix: c.Bool("fix")})
-	if err != nil {
-		return err
+	resp := &nodev1.DoctorResponse{}
+	for req := (&nodev1.DoctorRequest{Fix: c.Bool("fix")}); ; {
+		page, err := c.node.Doctor(c.ctx, req)
+		if err != nil {
+			return err
+		}
+		resp.Findings, resp.Checked = append(resp.GetFindings(), page.GetFindings()...), page.GetChecked()
+		if req.After = page.GetNext(); req.GetAfter() == "" {
+			break
+		}
 	}
 	left := 0
 	for _, f := range resp.GetFindings() {

@@ -24,6 +24,19 @@ type Object struct {
 	Detail func(ctx context.Context) (any, error)
 }
 
+// key is the object's place in the order of pages. Images may have several references.
+func (o Object) key() string { return o.UID + " " + o.Columns["reference"] }
+
+func pageSize(asked int32) (int, error) {
+	if asked < 0 || asked > reconcile.MaxFindings {
+		return 0, errs.New(errs.InvalidField, "page_size: %d is outside 1..%d", asked, reconcile.MaxFindings).With("field", "page_size")
+	}
+	if asked == 0 {
+		return reconcile.MaxFindings, nil
+	}
+	return int(asked), nil
+}
+
 // Lister lists all objects of a kind, from the records.
 type Lister func(ctx context.Context) ([]Object, error)
 
@@ -40,7 +53,7 @@ type Server struct {
 	Summary   func(ctx context.Context) (*nodev1.OverviewResponse, error)
 	Objects   map[nodev1.DebugKind]Lister
 	Processes Processes
-	Examine   func(ctx context.Context, fix bool) ([]reconcile.Result, map[string]int, error)
+	Examine   func(ctx context.Context, req reconcile.Request) ([]reconcile.Result, map[string]int, string, error)
 }
 
 // Overview implements DebugService.
@@ -62,8 +75,22 @@ func (s *Server) ListDebugObjects(ctx context.Context, req *nodev1.ListDebugObje
 	if err != nil {
 		return nil, err
 	}
+	size, err := pageSize(req.GetPageSize())
+	if err != nil {
+		return nil, err
+	}
+	slices.SortFunc(all, func(a, b Object) int { return strings.Compare(a.key(), b.key()) })
 	resp := &nodev1.ListDebugObjectsResponse{}
+	last := ""
 	for _, o := range all {
+		if o.key() <= req.GetAfter() {
+			continue
+		}
+		if len(resp.GetObjects()) == size {
+			resp.Next = last
+			break
+		}
+		last = o.key()
 		resp.Objects = append(resp.Objects, &nodev1.DebugObject{Uid: o.UID, Tenant: o.Tenant, State: o.State, Columns: o.Columns})
 	}
 	return resp, nil
@@ -149,11 +176,15 @@ func (s *Server) TailOutput(req *nodev1.TailOutputRequest, stream grpc.ServerStr
 
 // Doctor implements DebugService.
 func (s *Server) Doctor(ctx context.Context, req *nodev1.DoctorRequest) (*nodev1.DoctorResponse, error) {
-	results, counts, err := s.Examine(ctx, req.GetFix())
+	size, err := pageSize(req.GetPageSize())
 	if err != nil {
 		return nil, err
 	}
-	resp := &nodev1.DoctorResponse{Checked: make(map[string]int32, len(counts))}
+	results, counts, next, err := s.Examine(ctx, reconcile.Request{Fix: req.GetFix(), After: req.GetAfter(), Limit: size})
+	if err != nil {
+		return nil, err
+	}
+	resp := &nodev1.DoctorResponse{Next: next, Checked: make(map[string]int32, len(counts))}
 	for kind, n := range counts {
 		resp.Checked[kind] = int32(n)
 	}
@@ -164,8 +195,5 @@ func (s *Server) Doctor(ctx context.Context, req *nodev1.DoctorRequest) (*nodev1
 		}
 		resp.Findings = append(resp.Findings, f)
 	}
-	slices.SortFunc(resp.Findings, func(a, b *nodev1.Finding) int {
-		return strings.Compare(a.GetKind()+a.GetName(), b.GetKind()+b.GetName())
-	})
 	return resp, nil
 }

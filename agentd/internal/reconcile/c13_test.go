@@ -68,13 +68,13 @@ func TestC13UnreadableInventoryFixesNothing(t *testing.T) {
 			s.sources.ImageHolds, s.sources.VolumeHolds = held, held
 			artefacts := &staged{id: uid.New()}
 			s.sources.Artefacts = artefacts
-			if found, _, err := Examine(t.Context(), s.sources, &recorder{}, false); err != nil || len(found) != 5 {
+			if found, _, _, err := Examine(t.Context(), s.sources, &recorder{}, Request{Fix: false}); err != nil || len(found) != 5 {
 				t.Fatalf("undamaged: %v, %v", found, err)
 			}
 
 			damage(s, artefacts)
 			r := &recorder{}
-			found, counts, err := Examine(t.Context(), s.sources, r, true)
+			found, counts, _, err := Examine(t.Context(), s.sources, r, Request{Fix: true})
 			if err == nil || len(found)+len(counts) > 0 {
 				t.Errorf("found %v in %v, %v", found, counts, err)
 			}

@@ -91,7 +91,7 @@ func Diff(rec Records, seen Observed, sandboxRoot, snapshotRoot string) []Findin
 	d.holds(seen)
 	d.snapshots(seen, snapshotRoot)
 	slices.SortFunc(d.out, func(a, b Finding) int {
-		return strings.Compare(string(a.Kind)+" "+a.Name, string(b.Kind)+" "+b.Name)
+		return strings.Compare(a.Key(), b.Key())
 	})
 	return d.out
 }

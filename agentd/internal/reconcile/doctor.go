@@ -130,13 +130,51 @@ type Result struct {
 	Err   error
 }
 
-// Examine finds every difference, and with fix removes what may be removed. What was fixed is looked at
-// again: Fixed means that it is not seen any more.
-func Examine(ctx context.Context, s Sources, p Purger, fix bool) ([]Result, map[string]int, error) {
+// MaxFindings is the most of one page.
+const MaxFindings = 1000
+
+// Request is what an examination is to do.
+type Request struct {
+	// Fix removes what may be removed of the page.
+	Fix bool
+	// After is the Key of the last finding of the page before; "" is the first page.
+	After string
+	// Limit is 1..MaxFindings; 0 is MaxFindings.
+	Limit int
+}
+
+// Key is a finding's place in the order of pages.
+func (f Finding) Key() string { return string(f.Kind) + " " + f.Name }
+
+// page cuts a page out of what was found, which is in order. What has one key stays together. The rest goes on after next.
+func (r Request) page(found []Finding) (page []Finding, next string) {
+	first := slices.IndexFunc(found, func(f Finding) bool { return f.Key() > r.After })
+	if first < 0 {
+		return nil, ""
+	}
+	found = found[first:]
+	last := r.Limit
+	if last <= 0 {
+		last = MaxFindings
+	}
+	for last < len(found) && found[last].Key() == found[last-1].Key() {
+		last++
+	}
+	if last >= len(found) {
+		return found, ""
+	}
+	return found[:last], found[last-1].Key()
+}
+
+// Examine finds every difference, and gives a page of them; with Fix it removes what may be removed of these. What was
+// fixed is looked at again: Fixed means that it is not seen any more.
+func Examine(ctx context.Context, s Sources, p Purger, req Request) (_ []Result, counts map[string]int, next string, err error) {
 	seen, found, err := s.examine(ctx)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, "", err
 	}
+	fix := req.Fix
+	found, next = req.page(found)
 	results := make([]Result, len(found))
 	tried := make(map[string]error)
 	for i, f := range found {
@@ -154,7 +192,7 @@ func Examine(ctx context.Context, s Sources, p Purger, fix bool) ([]Result, map[
 	if fix && len(tried) > 0 {
 		_, left, err := s.examine(ctx)
 		if err != nil {
-			return nil, nil, err
+			return nil, nil, "", err
 		}
 		for i := range results {
 			r := &results[i]
@@ -164,7 +202,7 @@ func Examine(ctx context.Context, s Sources, p Purger, fix bool) ([]Result, map[
 			}
 		}
 	}
-	return results, seen.Counts(), nil
+	return results, seen.Counts(), next, nil
 }
 
 func (s Sources) examine(ctx context.Context) (Observed, []Finding, error) {

@@ -144,14 +144,14 @@ func newSite(t *testing.T) *site {
 
 func TestExamineLooksBeforeItReads(t *testing.T) {
 	s := newSite(t)
-	if _, _, err := Examine(context.Background(), s.sources, &recorder{}, false); err != nil {
+	if _, _, _, err := Examine(context.Background(), s.sources, &recorder{}, Request{Fix: false}); err != nil {
 		t.Fatal(err)
 	}
 	if !slices.Equal(s.order, []string{"observe", "records"}) {
 		t.Fatalf("order %v", s.order)
 	}
 	s.err = errors.New("unreadable")
-	if _, _, err := Examine(context.Background(), s.sources, &recorder{}, true); err == nil {
+	if _, _, _, err := Examine(context.Background(), s.sources, &recorder{}, Request{Fix: true}); err == nil {
 		t.Fatal("an inventory that cannot be read was taken for empty")
 	}
 }
@@ -161,7 +161,7 @@ func TestFixIsBelievedOnlyWhenSeen(t *testing.T) {
 	id := uid.New()
 	s.status = []runtime.Status{{ID: id, Phase: runtime.Running}, {ID: "not-a-uid", Phase: runtime.Running}}
 	r := &recorder{}
-	got, counts, err := Examine(context.Background(), s.sources, r, true)
+	got, counts, _, err := Examine(context.Background(), s.sources, r, Request{Fix: true})
 	if err != nil || len(got) != 2 || counts["runtime"] != 2 {
 		t.Fatalf("%v %v %v", got, counts, err)
 	}
@@ -179,3 +179,28 @@ type noNetworks struct{}
 
 func (noNetworks) Observe() (network.Inventory, error) { return network.Inventory{}, nil }
 func (noNetworks) Purge(string) error                  { return nil }
+
+// Findings come in pages, all of them once; what has one name is not torn apart.
+func TestFindingsComeInPages(t *testing.T) {
+	var all []Finding
+	for _, name := range []string{"a", "b", "b", "c", "d"} {
+		all = append(all, Finding{Kind: OrphanStaging, Name: name})
+	}
+	for limit, want := range map[int]string{0: "abbcd", 1: "a bb c d", 2: "abb cd", 3: "abb cd", 5: "abbcd"} {
+		var pages []string
+		for req := (Request{Limit: limit}); ; {
+			page, next := req.page(all)
+			var names string
+			for _, f := range page {
+				names += f.Name
+			}
+			pages = append(pages, names)
+			if req.After = next; next == "" {
+				break
+			}
+		}
+		if got := strings.Join(pages, " "); got != want {
+			t.Errorf("pages of %d: %q, want %q", limit, got, want)
+		}
+	}
+}

@@ -50,8 +50,25 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	if err := e.sweepOperations(ctx); err != nil {
 		return err
 	}
-	_, err := e.cfg.Catalog.Compact(ctx, catalog.MaxPage)
-	return err
+	return e.compact(ctx)
+}
+
+// compactPause is what lies between two calls of Compact, so that commits go on between them.
+const compactPause = 20 * time.Millisecond
+
+// compact forgets expired tombstones, a page at a time, and a bounded number in one pass.
+func (e *Engine) compact(ctx context.Context) error {
+	for range maxSweep / catalog.MaxPage {
+		n, err := e.cfg.Catalog.Compact(ctx, catalog.MaxPage)
+		if err != nil || n < catalog.MaxPage {
+			return err
+		}
+		e.pause(ctx, compactPause)
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+	}
+	return nil
 }
 
 // errEnough ends a walk early: uids are in order of time, so that what expired comes first.

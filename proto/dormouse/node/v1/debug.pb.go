@@ -329,8 +329,12 @@ func (x *InspectResponse) GetJson() string {
 }
 
 type ListDebugObjectsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Kind          DebugKind              `protobuf:"varint,1,opt,name=kind,proto3,enum=dormouse.node.v1.DebugKind" json:"kind,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Kind  DebugKind              `protobuf:"varint,1,opt,name=kind,proto3,enum=dormouse.node.v1.DebugKind" json:"kind,omitempty"`
+	// Next of the page before. Empty: from the first.
+	After string `protobuf:"bytes,2,opt,name=after,proto3" json:"after,omitempty"`
+	// 1..1000; 0 is 1000.
+	PageSize      int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -370,6 +374,20 @@ func (x *ListDebugObjectsRequest) GetKind() DebugKind {
 		return x.Kind
 	}
 	return DebugKind_DEBUG_KIND_UNSPECIFIED
+}
+
+func (x *ListDebugObjectsRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+func (x *ListDebugObjectsRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
 }
 
 type DebugObject struct {
@@ -442,8 +460,11 @@ func (x *DebugObject) GetColumns() map[string]string {
 }
 
 type ListDebugObjectsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Objects       []*DebugObject         `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In order of uid.
+	Objects []*DebugObject `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
+	// Empty on the last page.
+	Next          string `protobuf:"bytes,2,opt,name=next,proto3" json:"next,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -483,6 +504,13 @@ func (x *ListDebugObjectsResponse) GetObjects() []*DebugObject {
 		return x.Objects
 	}
 	return nil
+}
+
+func (x *ListDebugObjectsResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
 }
 
 type ListSandboxProcessesRequest struct {
@@ -678,8 +706,13 @@ func (x *TailOutputResponse) GetOutput() *v1.OutputChunk {
 }
 
 type DoctorRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Fix           bool                   `protobuf:"varint,1,opt,name=fix,proto3" json:"fix,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the page alone.
+	Fix bool `protobuf:"varint,1,opt,name=fix,proto3" json:"fix,omitempty"`
+	// Next of the page before. Empty: from the first.
+	After string `protobuf:"bytes,2,opt,name=after,proto3" json:"after,omitempty"`
+	// Findings, 1..1000; 0 is 1000.
+	PageSize      int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -719,6 +752,20 @@ func (x *DoctorRequest) GetFix() bool {
 		return x.Fix
 	}
 	return false
+}
+
+func (x *DoctorRequest) GetAfter() string {
+	if x != nil {
+		return x.After
+	}
+	return ""
+}
+
+func (x *DoctorRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
 }
 
 // Finding is one difference between the records and the node.
@@ -817,10 +864,13 @@ func (x *Finding) GetError() string {
 }
 
 type DoctorResponse struct {
-	state    protoimpl.MessageState `protogen:"open.v1"`
-	Findings []*Finding             `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In order of kind and name.
+	Findings []*Finding `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
 	// What was looked at: kind to count.
-	Checked       map[string]int32 `protobuf:"bytes,2,rep,name=checked,proto3" json:"checked,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	Checked map[string]int32 `protobuf:"bytes,2,rep,name=checked,proto3" json:"checked,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// Empty on the last page.
+	Next          string `protobuf:"bytes,3,opt,name=next,proto3" json:"next,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -869,6 +919,13 @@ func (x *DoctorResponse) GetChecked() map[string]int32 {
 	return nil
 }
 
+func (x *DoctorResponse) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
 var File_dormouse_node_v1_debug_proto protoreflect.FileDescriptor
 
 const file_dormouse_node_v1_debug_proto_rawDesc = "" +
@@ -891,9 +948,11 @@ const file_dormouse_node_v1_debug_proto_rawDesc = "" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1b.dormouse.node.v1.DebugKindR\x04kind\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"%\n" +
 	"\x0fInspectResponse\x12\x12\n" +
-	"\x04json\x18\x01 \x01(\tR\x04json\"J\n" +
+	"\x04json\x18\x01 \x01(\tR\x04json\"}\n" +
 	"\x17ListDebugObjectsRequest\x12/\n" +
-	"\x04kind\x18\x01 \x01(\x0e2\x1b.dormouse.node.v1.DebugKindR\x04kind\"\xcf\x01\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x1b.dormouse.node.v1.DebugKindR\x04kind\x12\x14\n" +
+	"\x05after\x18\x02 \x01(\tR\x05after\x12\x1b\n" +
+	"\tpage_size\x18\x03 \x01(\x05R\bpageSize\"\xcf\x01\n" +
 	"\vDebugObject\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x12\x16\n" +
 	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12\x14\n" +
@@ -901,9 +960,10 @@ const file_dormouse_node_v1_debug_proto_rawDesc = "" +
 	"\acolumns\x18\x04 \x03(\v2*.dormouse.node.v1.DebugObject.ColumnsEntryR\acolumns\x1a:\n" +
 	"\fColumnsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"S\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"g\n" +
 	"\x18ListDebugObjectsResponse\x127\n" +
-	"\aobjects\x18\x01 \x03(\v2\x1d.dormouse.node.v1.DebugObjectR\aobjects\">\n" +
+	"\aobjects\x18\x01 \x03(\v2\x1d.dormouse.node.v1.DebugObjectR\aobjects\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\">\n" +
 	"\x1bListSandboxProcessesRequest\x12\x1f\n" +
 	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
 	"sandboxUid\"R\n" +
@@ -916,9 +976,11 @@ const file_dormouse_node_v1_debug_proto_rawDesc = "" +
 	"process_id\x18\x02 \x01(\tR\tprocessId\x12\x16\n" +
 	"\x06follow\x18\x03 \x01(\bR\x06follow\"F\n" +
 	"\x12TailOutputResponse\x120\n" +
-	"\x06output\x18\x01 \x01(\v2\x18.dormouse.v1.OutputChunkR\x06output\"!\n" +
+	"\x06output\x18\x01 \x01(\v2\x18.dormouse.v1.OutputChunkR\x06output\"T\n" +
 	"\rDoctorRequest\x12\x10\n" +
-	"\x03fix\x18\x01 \x01(\bR\x03fix\"\xad\x01\n" +
+	"\x03fix\x18\x01 \x01(\bR\x03fix\x12\x14\n" +
+	"\x05after\x18\x02 \x01(\tR\x05after\x12\x1b\n" +
+	"\tpage_size\x18\x03 \x01(\x05R\bpageSize\"\xad\x01\n" +
 	"\aFinding\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n" +
@@ -926,10 +988,11 @@ const file_dormouse_node_v1_debug_proto_rawDesc = "" +
 	"\bobserved\x18\x04 \x01(\tR\bobserved\x12\x16\n" +
 	"\x06remedy\x18\x05 \x01(\tR\x06remedy\x12\x14\n" +
 	"\x05fixed\x18\x06 \x01(\bR\x05fixed\x12\x14\n" +
-	"\x05error\x18\a \x01(\tR\x05error\"\xcc\x01\n" +
+	"\x05error\x18\a \x01(\tR\x05error\"\xe0\x01\n" +
 	"\x0eDoctorResponse\x125\n" +
 	"\bfindings\x18\x01 \x03(\v2\x19.dormouse.node.v1.FindingR\bfindings\x12G\n" +
-	"\achecked\x18\x02 \x03(\v2-.dormouse.node.v1.DoctorResponse.CheckedEntryR\achecked\x1a:\n" +
+	"\achecked\x18\x02 \x03(\v2-.dormouse.node.v1.DoctorResponse.CheckedEntryR\achecked\x12\x12\n" +
+	"\x04next\x18\x03 \x01(\tR\x04next\x1a:\n" +
 	"\fCheckedEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x05R\x05value:\x028\x01*\x9d\x01\n" +
