@@ -101,7 +101,7 @@ type LimitsConfig struct {
 	Memory    config.Bytes `yaml:"memory" usage:"memory to offer; 0: what the machine has"`
 	Commands  int          `yaml:"commands" usage:"how many finished commands are remembered"`
 	Starts    int          `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: one more than there are cores"`
-	Networks  int          `yaml:"networks" usage:"how many network namespaces are kept ready"`
+	Networks  int          `yaml:"networks" usage:"how many network namespaces, and folders of sandboxes, are kept ready"`
 }
 
 // NetworkConfig is of sandboxes with an outbound network.

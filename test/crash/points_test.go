@@ -48,7 +48,10 @@ var elsewhere = map[string]string{
 	"agentd/internal/runtime/runsc.removeRecord":  "runtime.ungrouped.after runtime.forgotten.after",
 	"agentd/internal/runtime/runsc.New":           "start",
 	"agentd/internal/runtime/runsc.writeSpec":     "runtime.recorded.after runtime.group.after",
-	"agentd/internal/runner.makeFolder":           "start.folder.before start.folder.after",
+	"agentd/internal/runner.furnish":              "start.folder.before start.folder.after",
+	"agentd/internal/runner.take":                 "start.folder.before start.folder.after",
+	"agentd/internal/runner.stock":                "start", // of the shelf, which the next start empties
+	"agentd/internal/runner.openShelf":            "start",
 	"agentd/internal/runner.removeFolder":         "delete.folder.before delete.folder.after",
 	"agentd/internal/runner.makeSpec":             "start.spec.before start.spec.after",
 	"agentd/internal/runner.keepFinal":            "stop.record.before",

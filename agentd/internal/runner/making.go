@@ -71,18 +71,10 @@ func (o *owner) detachVolumes(ctx context.Context) error {
 }
 
 func (o *owner) makeFolder(_ context.Context, _ *build) error {
-	dir := o.n.Dir(o.uid)
-	fifos := filepath.Dir(o.n.stdio(o.uid).In)
-	for _, d := range []string{dir, fifos} {
-		if err := os.MkdirAll(d, 0o700); err != nil {
-			return errs.Wrap(err, errs.InternalError, "make the sandbox's folder: %v", err)
-		}
-		if err := os.Chmod(d, 0o700); err != nil {
-			return errs.Wrap(err, errs.InternalError, "protect the sandbox's folder: %v", err)
-		}
+	if dir := o.n.Dir(o.uid); !o.n.shelf.take(dir) {
+		return furnish(dir)
 	}
-	_, err := runtime.MakeFIFOs(fifos)
-	return err
+	return nil
 }
 
 func (o *owner) removeFolder(context.Context) error {

@@ -45,6 +45,9 @@ type Options struct {
 
 	// Root is the folder of the sandboxes' own folders.
 	Root string
+	// ReadyRoot is a folder on the same disk for Ready folders that are made ahead; none are with 0.
+	ReadyRoot string
+	Ready     int
 	// Flags are the driver's, for new sandboxes.
 	Flags []string
 	// Width is how many sandboxes are started or restored at a time; 0 is one. More than there are cores makes
@@ -76,6 +79,7 @@ type Node struct {
 	changed chan struct{}
 	// slots bounds how many runtimes are being started.
 	slots chan struct{}
+	shelf *shelf
 }
 
 var errClosing = errs.New(errs.ShuttingDown, "agentd is stopping; ask again with the same command id once it has started")
@@ -95,7 +99,14 @@ func New(opts Options) (*Node, error) {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
 	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1), slots: make(chan struct{}, max(opts.Width, 1))}
+	var err error
+	if n.shelf, err = openShelf(opts.ReadyRoot, opts.Ready); err != nil {
+		return nil, err
+	}
 	n.ctx, n.cancel = context.WithCancelCause(context.Background())
+	n.wg.Go(func() {
+		n.shelf.fill(n.ctx, func(err error) { n.Log.Error("make a sandbox's folder ahead", "error", err) })
+	})
 	return n, nil
 }
 
@@ -121,8 +132,10 @@ func (n *Node) notify() {
 // Dir is a sandbox's own folder.
 func (n *Node) Dir(uid string) string { return filepath.Join(n.Root, uid) }
 
+const fifoDir = "fifo"
+
 func (n *Node) stdio(uid string) runtime.Stdio {
-	dir := filepath.Join(n.Dir(uid), "fifo")
+	dir := filepath.Join(n.Dir(uid), fifoDir)
 	return runtime.Stdio{In: filepath.Join(dir, "in"), Out: filepath.Join(dir, "out"), Err: filepath.Join(dir, "err")}
 }
 

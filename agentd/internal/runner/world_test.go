@@ -111,7 +111,7 @@ func (w *world) boot() *agent {
 	n, err := New(Options{Store: store, Driver: driver, Images: w, Volumes: volumes{w}, Networks: networks{w}, Bundles: bundles{}, Groups: groups{},
 		Specs: specBuilder{}, Guests: guests{w}, Snapshots: snaps, Capturer: checkpoint.NewCapturer(snaps, 2, false),
 		Host: checkpoint.Host{Node: "n1", Driver: "fake", Architecture: "amd64", CPUFeatures: []string{"a", "b"}},
-		Root: filepath.Join(w.root, "sandboxes"), Flags: []string{"--flag"}, Fault: w.fault})
+		Root: filepath.Join(w.root, "sandboxes"), ReadyRoot: filepath.Join(w.root, "prepared"), Ready: 1, Flags: []string{"--flag"}, Fault: w.fault})
 	must(w.t, err)
 	a := &agent{Node: n, w: w, store: store, driver: driver}
 	w.t.Cleanup(a.end)

@@ -130,12 +130,15 @@ type Driver interface {
 	Close() error
 }
 
+// ConfigName is the file of the OCI spec in a sandbox's folder, by the name that runtimes look for.
+const ConfigName = "config.json"
+
 // Config is everything about one sandbox that the driver needs.
 type Config struct {
 	// ID is the sandbox's uid, IDLen characters.
 	ID string
 	// Dir is a folder of the sandbox's own (0700), visible under this path in the host's mount
-	// namespace. The driver writes config.json into it and nothing else. It lives as long as the sandbox.
+	// namespace. The driver writes ConfigName into it and nothing else. It lives as long as the sandbox.
 	Dir string
 	// Spec is the whole OCI spec, from package ocispec. The driver adds nothing to it but
 	// linux.cgroupsPath from Cgroup.

@@ -283,7 +283,7 @@ func writeSpec(cfg runtime.Config) error {
 	if err != nil {
 		return errs.Wrap(err, errs.InternalError, "encode the spec of sandbox %s: %v", cfg.ID, err)
 	}
-	if err := os.WriteFile(filepath.Join(cfg.Dir, "config.json"), data, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(cfg.Dir, runtime.ConfigName), data, 0o600); err != nil {
 		return errs.Wrap(err, errs.InternalError, "write the spec of sandbox %s: %v", cfg.ID, err)
 	}
 	return nil
