@@ -100,7 +100,7 @@ type LimitsConfig struct {
 	CPUMillis int64        `yaml:"cpu_millis" usage:"thousandths of a core to offer; 0: what the machine has"`
 	Memory    config.Bytes `yaml:"memory" usage:"memory to offer; 0: what the machine has"`
 	Commands  int          `yaml:"commands" usage:"how many finished commands are remembered"`
-	Starts    int          `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: one more than there are cores"`
+	Starts    int          `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: two more than there are cores"`
 	Networks  int          `yaml:"networks" usage:"how many network namespaces, and folders of sandboxes, are kept ready"`
 }
 
@@ -182,7 +182,7 @@ func (c *Config) fill() {
 		c.Cgroup = "/dormouse/" + c.Node
 	}
 	if c.Limits.Starts == 0 {
-		c.Limits.Starts = runtime.NumCPU() + 1
+		c.Limits.Starts = runtime.NumCPU() + 2
 	}
 	if c.Advertise == "" {
 		c.Advertise = c.Listen
