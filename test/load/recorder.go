@@ -5,6 +5,7 @@ package load
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -15,6 +16,9 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
 // Machine tells how the machine is, where the harness can see it.
@@ -52,6 +56,7 @@ type Recorder struct {
 	now     *gathering
 	fails   []Event
 	steps   []Event
+	seen    string // the sandbox that was made last
 	tries   map[string]int
 	looked  []Sample
 	oomAt   int64
@@ -69,6 +74,7 @@ type gathering struct {
 	freezes      []float64
 	bytes        int64
 	failed       int
+	gets         []float64
 }
 
 // jsonl is a file of JSON lines.
@@ -122,6 +128,9 @@ func (r *Recorder) Add(e Event) {
 		return
 	}
 	r.steps = append(r.steps, e)
+	if e.UID != "" && (e.Phase == Create || e.Phase == Restore) {
+		r.seen = e.UID
+	}
 	if r.now == nil {
 		return
 	}
@@ -175,10 +184,41 @@ func (r *Recorder) end(command) {
 	p := PhaseSummary{
 		Phase: g.Phase, Round: g.Round, Began: g.began.UTC(), TookMS: milliseconds(took), Done: len(g.calls), Failed: g.failed,
 		Rate: float64(len(g.calls)) / took.Seconds(), Call: distribution(g.calls), Wall: distribution(g.walls), Freeze: distribution(g.freezes), Bytes: g.bytes,
+		Get: distribution(g.gets),
 	}
 	r.all = append(r.all, p)
 	if r.opts.Logf != nil {
 		r.opts.Logf("%s", p)
+	}
+}
+
+// gets is how often a sandbox is read while a phase goes on: what a saturated cluster takes for a small answer.
+const gets = 50 * time.Millisecond
+
+// get reads a sandbox now and then, until ctx ends.
+func (r *Recorder) get(ctx context.Context, api *client.Client) {
+	tick := time.NewTicker(gets)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		r.mu.Lock()
+		uid, phase := r.seen, r.now
+		r.mu.Unlock()
+		if uid == "" || phase == nil {
+			continue
+		}
+		called := time.Now()
+		err := api.Sandbox(uid).Refresh(ctx)
+		took := milliseconds(time.Since(called))
+		r.mu.Lock()
+		if err == nil || errs.Has(err, errs.ObjectNotFound) {
+			phase.gets = append(phase.gets, took)
+		}
+		r.mu.Unlock()
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 )
 
@@ -60,7 +61,12 @@ func Run(ctx context.Context, id string, opts Options) (_ Summary, err error) {
 	}
 	defer func() { err = errors.Join(err, r.close()) }()
 	stop := r.watch(opts.Machine)
+	reading, end := context.WithCancel(ctx)
+	var reader sync.WaitGroup
+	reader.Go(func() { r.get(reading, api) })
 	worked := work(ctx, r, opts)
+	end()
+	reader.Wait()
 	clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTime)
 	defer cancel()
 	r.debt, err = Clean(clean, api, id, opts.Logf)

@@ -43,7 +43,9 @@ type PhaseSummary struct {
 	Call   Distribution `json:"call_ms"`
 	Wall   Distribution `json:"wall_ms"`
 	Freeze Distribution `json:"freeze_ms,omitzero"`
-	Bytes  int64        `json:"bytes,omitempty"`
+	// Get is what reading a sandbox took meanwhile.
+	Get   Distribution `json:"get_ms,omitzero"`
+	Bytes int64        `json:"bytes,omitempty"`
 }
 
 // String is the phase on one line.
@@ -166,9 +168,9 @@ func (s Summary) String() string {
 	p := s.Plan
 	fmt.Fprintf(&b, "%s: %d subjects of %d MiB heap + %d MiB file, %d rounds, %d clients, seed %d\n\n", p.Name, p.Subjects, p.HeapMiB, p.FileMiB, p.Rounds, p.Clients, p.Seed)
 	t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "phase\tround\tdone\tfailed\twall\trate\tp50\tp95\tp99\tmax\t")
+	fmt.Fprintln(t, "phase\tround\tdone\tfailed\twall\trate\tp50\tp95\tp99\tmax\tGet p99\t")
 	for _, x := range s.Phases {
-		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%.1f/s\t%s\t%s\t%s\t%s\t\n", x.Phase, x.Round, x.Done, x.Failed, ms(x.TookMS), x.Rate, ms(x.Call.P50), ms(x.Call.P95), ms(x.Call.P99), ms(x.Call.Max))
+		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%.1f/s\t%s\t%s\t%s\t%s\t%s\t\n", x.Phase, x.Round, x.Done, x.Failed, ms(x.TookMS), x.Rate, ms(x.Call.P50), ms(x.Call.P95), ms(x.Call.P99), ms(x.Call.Max), ms(x.Get.P99))
 	}
 	_ = t.Flush() // to memory
 	for _, x := range s.Phases {
