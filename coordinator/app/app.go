@@ -65,7 +65,7 @@ type App struct {
 	suspended atomic.Pointer[catalog.Suspension] // while this coordinator leads a suspended catalog
 	unproven  atomic.Bool
 	repairing sync.Mutex
-	nodesSeen atomic.Pointer[map[string]struct{}] // the nodes of all terms of this process that served; nil before the first ended
+	served    atomic.Pointer[acquaintance] // nil before the first term that served ended
 
 	servers   []*grpc.Server
 	https     []*http.Server

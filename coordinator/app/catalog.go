@@ -81,6 +81,9 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if st.Suspended == nil {
 		return nil, nil // repaired already
 	}
+	if id := st.Suspended.Restoring; id != "" {
+		return nil, catalog.Unfinished(id)
+	}
 	if !t.suspended {
 		return nil, errs.New(errs.NoLeader, "the coordinator is about to lead anew, to repair the catalog; ask again")
 	}
@@ -101,7 +104,7 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if doubts := a.doubts(*st.Suspended, survey); len(doubts) > 0 && !acceptLoss {
 		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; go on without with \"dormouse admin catalog repair --accept-loss\"", strings.Join(doubts, "; "))
 	}
-	if left := returnTime - time.Since(t.began); left > 0 && a.nodesSeen.Load() == nil {
+	if left := returnTime - time.Since(t.began); left > 0 && !a.knows(st.Suspended.Witness) {
 		return survey.Findings, errs.New(errs.CatalogRewound, "this coordinator has just begun to lead, and nodes that it does not know may be on their way; ask again in %s", left.Round(time.Second))
 	}
 	if err := a.repairer().Repair(ctx, t.epoch, survey); err != nil {
@@ -129,8 +132,8 @@ func (a *App) doubts(why catalog.Suspension, s *repair.Survey) []string {
 	if witness.Seq > why.At+journal.TraceSpan {
 		all = append(all, fmt.Sprintf("commits %d to %d are lost, more than the nodes keep the deletions of", why.At+1, witness.Seq))
 	}
-	if a.nodesSeen.Load() == nil {
-		all = append(all, "this coordinator has not led before and does not know which nodes there were")
+	if !a.knows(witness) {
+		all = append(all, "this coordinator has not led while the catalog was whole and does not know which nodes there were")
 	}
 	for _, v := range a.registry.Views() {
 		if _, away := s.Away[v.Name]; !away && (v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq) {
@@ -154,8 +157,8 @@ func (a *App) repairer() *repair.Repairer {
 // came back older may have forgotten some.
 func (a *App) knownNodes() []repair.Node {
 	online := make(map[string]bool)
-	if seen := a.nodesSeen.Load(); seen != nil {
-		for name := range *seen {
+	if served := a.served.Load(); served != nil {
+		for name := range served.nodes {
 			online[name] = false
 		}
 	}

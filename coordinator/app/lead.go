@@ -106,6 +106,7 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	if err := a.registry.Lead(ctx); err != nil {
 		return fmt.Errorf("read the nodes: %w", err)
 	}
+	incarnation := a.store.Seen().Incarnation
 	engine, err := operations.Start(ctx, operations.Config{
 		Catalog: a.store, Queue: publisher{a.queue, a.rewound}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
 		PlacementWait: a.cfg.Nodes.PlacementWait, DeletionsPerNode: a.cfg.Operations.DeletionsPerNode, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
@@ -138,20 +139,38 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	a.registry.Resign(reason)
 	engine.Stop(reason)
 	beside.Wait()
-	a.remember()
+	a.remember(incarnation)
 	return reason
 }
 
-// remember keeps which nodes there were.
-func (a *App) remember() {
-	seen := make(map[string]struct{})
-	if before := a.nodesSeen.Load(); before != nil {
-		maps.Copy(seen, *before)
+// acquaintance is what this process knows from the terms in which it served.
+type acquaintance struct {
+	incarnations map[string]struct{}
+	nodes        map[string]struct{}
+}
+
+// remember keeps which catalog was served, and which nodes there were.
+func (a *App) remember(incarnation string) {
+	now := &acquaintance{incarnations: map[string]struct{}{incarnation: {}}, nodes: make(map[string]struct{})}
+	if before := a.served.Load(); before != nil {
+		maps.Copy(now.incarnations, before.incarnations)
+		maps.Copy(now.nodes, before.nodes)
 	}
 	for _, v := range a.registry.Views() {
-		seen[v.Name] = struct{}{}
+		now.nodes[v.Name] = struct{}{}
 	}
-	a.nodesSeen.Store(&seen)
+	a.served.Store(now)
+}
+
+// knows tells whether this process has served the catalog that a witness is of, and so knows the nodes that it had. Who served
+// an emptied one, or one that a backup is then restored into, does not.
+func (a *App) knows(witness catalog.Point) bool {
+	served := a.served.Load()
+	if served == nil {
+		return false
+	}
+	_, ok := served.incarnations[witness.Incarnation]
+	return ok
 }
 
 // resign releases the lease, so that another need not wait for its end.

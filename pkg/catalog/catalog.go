@@ -290,6 +290,8 @@ type Status struct {
 	Tombstones  int
 	// Suspended is nil in service.
 	Suspended *Suspension
+	// Restored is the id of the backup that was restored last.
+	Restored string
 }
 
 // Reader reads. Reads see every commit that was applied before they began.
@@ -369,7 +371,20 @@ type Store interface {
 	Suspend(ctx context.Context, coordinator fence.Epoch, s Suspension) error
 	// Resume ends a suspension, under the coordinator's epoch (else FENCED): the catalog goes on as a new
 	// incarnation, of which all that was known to be lost counts as a part. Not suspended, it does nothing.
+	// RESTORE_UNFINISHED while a backup is being put into it.
 	Resume(ctx context.Context, coordinator fence.Epoch) error
+
+	// Delta gives what changed after a sequence, up to limit commits, and where the history stands. RESUME_TOO_OLD: as Changes.
+	Delta(ctx context.Context, after uint64, limit int) (Delta, error)
+	// Ancestors are the incarnations that this catalog goes on from, and up to which sequence their history is part of its own.
+	Ancestors(ctx context.Context) (map[string]uint64, error)
+	// BeginRestore suspends an empty catalog, under the coordinator's epoch (else FENCED), until the backup's records are all in it:
+	// the backup's point is the witness and its incarnation an ancestor up to there. Repeating it is harmless. CATALOG_NOT_EMPTY;
+	// RESTORE_UNFINISHED: another backup was begun.
+	BeginRestore(ctx context.Context, coordinator fence.Epoch, r Restore) error
+	// EndRestore says that they are, under the coordinator's epoch (else FENCED): the catalog is suspended as any that came back
+	// older. Repeating it is harmless. WRONG_PHASE: that backup was not begun.
+	EndRestore(ctx context.Context, coordinator fence.Epoch, id string) error
 
 	Status(ctx context.Context) (Status, error)
 	// Close ends the store's connections. Calls after it fail with SHUTTING_DOWN.

@@ -54,8 +54,10 @@ type Suspension struct {
 	By string
 	// Witness is the highest point that was shown to be lost.
 	Witness Point
-	// At is the sequence at which the catalog was suspended; the store sets it.
+	// At is the sequence at which the catalog was suspended, or that of the backup that it was restored from; the store sets it.
 	At uint64
+	// Restoring is the id of the backup whose records are being put into it; the store sets it.
+	Restoring string
 }
 
 // Validate checks the form.

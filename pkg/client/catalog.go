@@ -77,3 +77,51 @@ func (c *Client) CompactCatalog(ctx context.Context) (total int64, err error) {
 		}
 	}
 }
+
+// BackupCatalog gives a backup message by message: the header, entries, and the end. It is tried once: what was given is of no use
+// without the end. For operators.
+func (c *Client) BackupCatalog(ctx context.Context) iter.Seq2[*dormousev1.BackupCatalogResponse, error] {
+	return func(yield func(*dormousev1.BackupCatalogResponse, error) bool) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		stream, err := c.catalog.BackupCatalog(ctx, &dormousev1.BackupCatalogRequest{})
+		for err == nil {
+			var msg *dormousev1.BackupCatalogResponse
+			if msg, err = stream.Recv(); err != nil {
+				if errors.Is(err, io.EOF) {
+					err = io.ErrUnexpectedEOF // the last message says so
+				}
+				break
+			}
+			if !yield(msg, nil) || msg.GetEnd() != nil {
+				return
+			}
+		}
+		yield(nil, err)
+	}
+}
+
+// BeginCatalogRestore suspends an empty catalog, so that it takes the records of one backup. It may be repeated. For operators.
+func (c *Client) BeginCatalogRestore(ctx context.Context, req *dormousev1.BeginCatalogRestoreRequest) error {
+	_, err := retry(ctx, func(ctx context.Context) (*dormousev1.BeginCatalogRestoreResponse, error) {
+		return c.catalog.BeginCatalogRestore(ctx, req)
+	})
+	return err
+}
+
+// RestoreCatalogRecords puts records of the backup into the catalog, and gives the places of those that refer to what is not there
+// yet and are to be sent again. It may be repeated. For operators.
+func (c *Client) RestoreCatalogRecords(ctx context.Context, backupID string, records []*dormousev1.CatalogRecord) (waiting []int32, err error) {
+	resp, err := retry(ctx, func(ctx context.Context) (*dormousev1.RestoreCatalogRecordsResponse, error) {
+		return c.catalog.RestoreCatalogRecords(ctx, &dormousev1.RestoreCatalogRecordsRequest{BackupId: backupID, Records: records})
+	})
+	return resp.GetWaiting(), err
+}
+
+// EndCatalogRestore has the catalog compared with what the backup had. It may be repeated. For operators.
+func (c *Client) EndCatalogRestore(ctx context.Context, req *dormousev1.EndCatalogRestoreRequest) error {
+	_, err := retry(ctx, func(ctx context.Context) (*dormousev1.EndCatalogRestoreResponse, error) {
+		return c.catalog.EndCatalogRestore(ctx, req)
+	})
+	return err
+}

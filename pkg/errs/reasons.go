@@ -53,6 +53,8 @@ const (
 	InputTaken            Reason = "INPUT_TAKEN"             // another writes the process's input now; details: process_id
 	ResumeTooOld          Reason = "RESUME_TOO_OLD"          // the change log does not reach back there; details: after, oldest, current
 	VolumeDiverged        Reason = "VOLUME_DIVERGED"         // details: volume, path
+	CatalogNotEmpty       Reason = "CATALOG_NOT_EMPTY"       // a backup is restored into an empty catalog only; details: kind
+	RestoreUnfinished     Reason = "RESTORE_UNFINISHED"      // a backup's records are not all in yet; details: backup_id
 	IncompatibleRuntime   Reason = "INCOMPATIBLE_RUNTIME"    // details: want, has
 	IncompatibleNode      Reason = "INCOMPATIBLE_NODE"       // CPU features, image path; details: node, missing
 
@@ -146,7 +148,7 @@ var table = map[Reason]row{
 	StaleUID: conflict, StaleRevision: conflict, OperationBodyMismatch: conflict,
 	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,
 	StillReferenced: conflict, WrongPhase: conflict, SandboxPaused: conflict, VolumeDiverged: conflict,
-	IncompatibleRuntime: conflict, IncompatibleNode: conflict,
+	IncompatibleRuntime: conflict, IncompatibleNode: conflict, CatalogNotEmpty: conflict, RestoreUnfinished: conflict,
 	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict, InputTaken: conflict,
 
 	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted,

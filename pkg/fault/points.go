@@ -84,6 +84,8 @@ func Coordinator() []string {
 		// A catalog that came back older: suspended, put right record by record, taken into service.
 		around("catalog", "suspend", "resume"),
 		around("repair", "commit"),
+		// A backup that is put into an empty catalog.
+		around("restore", "begin", "records", "end"),
 		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},
 	)
 }

@@ -1,10 +1,13 @@
 package crash
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"path/filepath"
+	"slices"
 
+	"github.com/dormouse-run/dormouse/pkg/catalog/backup"
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
@@ -93,4 +96,114 @@ func (w *world) journaled(ctx context.Context) (string, error) {
 		return nil
 	})
 	return want.GetIncarnation(), err
+}
+
+// backedUp takes a backup of the catalog.
+func (w *world) backedUp() *backup.File {
+	w.Helper()
+	var b bytes.Buffer
+	out := backup.NewWriter(&b)
+	for msg, err := range w.Client.BackupCatalog(w.ctx) {
+		w.ok(err)
+		if msg.GetHeader() != nil {
+			w.ok(out.Header(msg.GetHeader()))
+		}
+		for _, e := range msg.GetEntries() {
+			w.ok(out.Entry(e))
+		}
+		if msg.GetEnd() != nil {
+			_, err = out.End(msg.GetEnd())
+			w.ok(err)
+		}
+	}
+	f, err := backup.Open(bytes.NewReader(b.Bytes()))
+	w.ok(err)
+	return f
+}
+
+// putBack loses the whole server and puts a backup into an empty one, which has neither the sandbox that was made since nor the deletion of
+// a volume: those come from the journals.
+func putBack(w *world) operation {
+	old := w.newVolume("")
+	file := w.backedUp()
+	var made *client.Sandbox
+	var before string
+	return operation{
+		run: func(ctx context.Context) (err error) {
+			if before == "" {
+				if made, err = w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Spec: w.spec()}); err != nil {
+					return err
+				}
+				if err := gone(old.Delete(ctx, "")); err != nil {
+					return err
+				}
+				if before, err = w.journaled(ctx); err != nil {
+					return err
+				}
+				for i := 1; i <= w.Nodes; i++ {
+					w.ok(w.KillAgentd(w.ctx, i)) // else the journals alone rebuild it
+				}
+				w.ok(w.KillRedis(w.ctx))
+				w.ok(w.RewindRedis(w.TempDir()))
+				w.ok(w.StartRedis(w.ctx))
+			}
+			st, err := w.Client.CatalogStatus(ctx)
+			switch {
+			case err != nil:
+				return err
+			case st.GetSuspended() == nil && st.GetHead().GetIncarnation() != before && w.Running(agentd):
+				return nil
+			case !w.Running(agentd):
+				if err := w.restoreAll(ctx, file); err != nil {
+					return err
+				}
+				for i := 1; i <= w.Nodes; i++ {
+					w.ok(w.StartAgentdReady(w.ctx, i))
+				}
+			}
+			_, err = w.Client.RepairCatalog(ctx, true) // which waits for the nodes
+			return err
+		},
+		check: func() {
+			w.online()
+			w.answers(made)
+			if err := old.Refresh(w.ctx); !errs.Has(err, errs.ObjectNotFound) {
+				w.Errorf("what was deleted: %v", err)
+			}
+			found, err := client.Collect(w.Client.VerifyCatalog(w.ctx))
+			w.ok(err)
+			for _, f := range found {
+				w.Errorf("still different: %v", f)
+			}
+		},
+		clean: func() { w.drop(made) },
+	}
+}
+
+func (w *world) restoreAll(ctx context.Context, f *backup.File) error {
+	if err := w.Client.BeginCatalogRestore(ctx, &dormousev1.BeginCatalogRestoreRequest{BackupId: f.ID, Point: f.End.GetPoint(),
+		CoordinatorEpoch: f.Header.GetCoordinatorEpoch(), Ancestors: f.Header.GetAncestors()}); err != nil {
+		return err
+	}
+	var left []*dormousev1.CatalogRecord
+	for r, err := range f.Entries() {
+		if err != nil {
+			return err
+		}
+		left = append(left, r)
+	}
+	for len(left) > 0 {
+		var again []*dormousev1.CatalogRecord
+		for chunk := range slices.Chunk(left, 100) {
+			waiting, err := w.Client.RestoreCatalogRecords(ctx, f.ID, chunk)
+			if err != nil {
+				return err
+			}
+			for _, i := range waiting {
+				again = append(again, chunk[i])
+			}
+		}
+		left = again
+	}
+	return w.Client.EndCatalogRestore(ctx, &dormousev1.EndCatalogRestoreRequest{BackupId: f.ID, Records: f.Records, Sum: f.Sum})
 }

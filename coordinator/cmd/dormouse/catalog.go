@@ -14,7 +14,7 @@ import (
 
 // catalogCommands are an operator's.
 func catalogCommands() *cli.Command {
-	return &cli.Command{Name: "catalog", Usage: "look after the catalog", Subcommands: []*cli.Command{
+	return &cli.Command{Name: "catalog", Usage: "look after the catalog", Subcommands: append([]*cli.Command{
 		{
 			Name: "status", Usage: "show whether the catalog takes writes, where it stands, and how far the nodes' journals reach",
 			Flags: callFlags(false), Action: action(0, 0, catalogStatus),
@@ -44,7 +44,7 @@ func catalogCommands() *cli.Command {
 				return err
 			}),
 		},
-	}}
+	}, backupCommands()...)}
 }
 
 func pointText(p *dormousev1.HistoryPoint) string {
@@ -83,6 +83,9 @@ func catalogStatus(c call) error {
 	if why := st.GetSuspended(); why != nil {
 		state = fmt.Sprintf("SUSPENDED for %s: %s knew of commit %s; see \"dormouse admin catalog repair --help\"",
 			ageOf(why.GetSince()), why.GetFoundBy(), pointText(why.GetWitness()))
+		if id := why.GetRestoring(); id != "" {
+			state = fmt.Sprintf("SUSPENDED for %s: backup %s is being restored; see \"dormouse admin catalog restore --help\"", ageOf(why.GetSince()), id)
+		}
 	}
 	lines := [][2]string{
 		{"State", state},

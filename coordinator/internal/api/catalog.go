@@ -11,6 +11,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -34,6 +35,12 @@ type Catalog interface {
 	Repair(ctx context.Context, acceptLoss bool, without []string) ([]repair.Finding, error)
 	// Compact forgets a bounded number of expired tombstones, and tells whether there may be more.
 	Compact(ctx context.Context) (forgotten int, more bool, err error)
+	// Backup gives a header, entries, and the end.
+	Backup(ctx context.Context, begin func(*dormousev1.CatalogBackupHeader) error, emit func(*dormousev1.CatalogBackupEntry) error) (*dormousev1.CatalogBackupEnd, error)
+	// BeginRestore, RestoreRecords and EndRestore may all be repeated. RestoreRecords gives those that refer to what is not there yet.
+	BeginRestore(ctx context.Context, r catalog.Restore, above fence.Epoch) error
+	RestoreRecords(ctx context.Context, id string, records []catalog.Record) (waiting []int, err error)
+	EndRestore(ctx context.Context, id string, records int64, sum string) error
 }
 
 // maxFindings bounds one message.
@@ -60,7 +67,7 @@ func (s catalogService) status(ctx context.Context, after string, size int) (out
 	out = &dormousev1.CatalogStatus{Server: st.Server, Durability: st.Durability, Head: pointToProto(st.Head), CoordinatorEpoch: uint64(st.Epoch),
 		Tombstones: int64(st.Tombstones), Waiting: st.Waiting, Queued: st.Queued, Unknown: st.Unknown}
 	if why := st.Suspended; why != nil {
-		out.Suspended = &dormousev1.CatalogSuspension{Since: timeToProto(why.Since), FoundBy: why.By, Witness: pointToProto(why.Witness)}
+		out.Suspended = &dormousev1.CatalogSuspension{Since: timeToProto(why.Since), FoundBy: why.By, Witness: pointToProto(why.Witness), Restoring: why.Restoring}
 	}
 	for _, d := range st.Deletions {
 		if d.Pending > 0 || d.Ended > 0 {

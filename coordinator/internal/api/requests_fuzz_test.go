@@ -94,6 +94,21 @@ func (*willing) Repair(context.Context, bool, []string) ([]repair.Finding, error
 
 func (*willing) Compact(context.Context) (int, bool, error) { return 0, false, nil }
 
+func (*willing) Backup(_ context.Context, begin func(*dormousev1.CatalogBackupHeader) error, emit func(*dormousev1.CatalogBackupEntry) error) (*dormousev1.CatalogBackupEnd, error) {
+	if err := begin(&dormousev1.CatalogBackupHeader{}); err != nil {
+		return nil, err
+	}
+	return &dormousev1.CatalogBackupEnd{Entries: 1}, emit(&dormousev1.CatalogBackupEntry{Record: &dormousev1.CatalogRecord{Uid: "u"}})
+}
+
+func (*willing) BeginRestore(context.Context, catalog.Restore, fence.Epoch) error { return nil }
+
+func (*willing) RestoreRecords(context.Context, string, []catalog.Record) ([]int, error) {
+	return []int{0}, nil
+}
+
+func (*willing) EndRestore(context.Context, string, int64, string) error { return nil }
+
 func newWorld() *world {
 	ctx, cancel := context.WithCancel(context.Background())
 	fail := func(err error) {

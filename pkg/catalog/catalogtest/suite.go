@@ -51,6 +51,8 @@ func Run(t *testing.T, open Factory) {
 		{"History", testHistory},
 		{"C21_Suspension", testSuspension},
 		{"C21_RepairGivesRevisions", testRepair},
+		{"Delta", testDelta},
+		{"Restore", testRestore},
 		{"Lead", testLead},
 		{"Sessions", testSessions},
 		{"Closed", testClosed},

@@ -22,6 +22,8 @@ type history struct {
 	began     uint64            // the sequence when it was suspended
 	lost      map[string]uint64 // incarnation -> what was seen of it
 	ancestors map[string]uint64
+	backed    uint64 // the sequence of the backup that is being restored
+	restored  string // the backup that was restored last
 	over      chan struct{}
 }
 
@@ -157,6 +159,9 @@ func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
 	h := &s.history
 	if h.suspended == nil {
 		return nil
+	}
+	if id := h.suspended.Restoring; id != "" {
+		return catalog.Unfinished(id)
 	}
 	h.ancestors[s.incarnation] = s.seq
 	for inc, seq := range h.lost {

@@ -315,7 +315,7 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 	defer s.mu.Unlock()
 	return catalog.Status{
 		Server: "memory", Incarnation: s.incarnation, RunID: s.incarnation, Seq: s.seq, Epoch: s.leader.Epoch,
-		Durability: "none", Tombstones: len(s.tombs), Suspended: s.history.suspension(),
+		Durability: "none", Tombstones: len(s.tombs), Suspended: s.history.suspension(), Restored: s.history.restored,
 	}, nil
 }
 

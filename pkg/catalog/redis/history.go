@@ -129,11 +129,7 @@ func (s *Store) Suspend(ctx context.Context, coordinator fence.Epoch, why catalo
 
 // Resume implements catalog.Store.
 func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
-	reply, err := s.eval(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString()})
-	if err != nil {
-		return err
-	}
-	if _, err := granted(reply, coordinator); err != nil {
+	if err := s.step(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString()}, coordinator); err != nil {
 		return err
 	}
 	return s.goOn(ctx) // what was lost is settled
@@ -144,7 +140,7 @@ func decodeSuspension(h map[string]string) (*catalog.Suspension, error) {
 		return nil, nil //nolint:nilnil // in service
 	}
 	var d decoder
-	s := &catalog.Suspension{Since: d.time(h["t"]), By: h["b"], Witness: catalog.Point{Incarnation: h["i"], Seq: d.count(h["s"]), Digest: h["d"]}, At: d.count(h["r"])}
+	s := &catalog.Suspension{Since: d.time(h["t"]), By: h["b"], Witness: catalog.Point{Incarnation: h["i"], Seq: d.count(h["s"]), Digest: h["d"]}, At: d.count(h["r"]), Restoring: h["x"]}
 	if d.err != nil {
 		return nil, damaged(d.err, "suspension")
 	}

@@ -31,9 +31,11 @@ import (
 //	digest           string  the digest that is chained over all commits
 //	log              stream  the change log; ids are SEQ-0; e epoch, i items: lines "p KEY revision phase node" (d: deleted), h digest
 //	marks            stream  each catalog.MarkEvery-th commit, kept longer; ids are SEQ-0; h digest
-//	suspended        hash    why there are no commits now: t since (ms), b who found it, i s d the witness, r the sequence then; absent in service
+//	suspended        hash    why there are no commits now: t since (ms), b who found it, i s d the witness, r the sequence then; absent in service;
+//	                         while a backup is restored x its id, y its sequence
 //	lost             hash    incarnation -> the highest sequence that was found missing, while suspended
 //	ancestors        hash    earlier incarnation -> the sequence up to which its history is part of this one
+//	restored         string  the id of the backup that was restored last
 //	leader           hash    e the epoch in force, h its holder, t the life of its lease in ms
 //	lease            string  its holder, while the lease lives
 //	sessions         hash    node -> session epoch

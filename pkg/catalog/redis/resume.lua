@@ -4,6 +4,8 @@ local call = redis.call
 local leader = call('HGET', P .. 'leader', 'e') or '0'
 if leader ~= coordinator or leader == '0' then return { 0, leader } end
 if call('EXISTS', P .. 'suspended') == 0 then return { 1, coordinator } end
+local restoring = call('HGET', P .. 'suspended', 'x')
+if restoring then return { 2, restoring } end
 local seq = call('GET', P .. 'seq')
 local lost = call('HGETALL', P .. 'lost')
 call('HSET', P .. 'ancestors', call('GET', P .. 'incarnation') or '', seq)

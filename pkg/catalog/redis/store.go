@@ -58,6 +58,12 @@ var (
 	suspendSource string
 	//go:embed resume.lua
 	resumeSource string
+	//go:embed delta.lua
+	deltaSource string
+	//go:embed restore.lua
+	restoreSource string
+	//go:embed restored.lua
+	restoredSource string
 
 	commitScript  = goredis.NewScript(commitSource)
 	settleScript  = goredis.NewScript(settleSource)
@@ -68,6 +74,10 @@ var (
 	compareScript = goredis.NewScript(compareSource)
 	suspendScript = goredis.NewScript(suspendSource)
 	resumeScript  = goredis.NewScript(resumeSource)
+	deltaScript   = goredis.NewScript(deltaSource)
+	restoreScript = goredis.NewScript(restoreSource)
+
+	restoredScript = goredis.NewScript(restoredSource)
 )
 
 // Options say where the catalog is. Only Address is required.
@@ -273,13 +283,14 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 	tombs := p.ZCard(ctx, s.keys.one("tx"))
 	inc := p.Get(ctx, s.keys.one("incarnation"))
 	suspended := p.HGetAll(ctx, s.keys.one("suspended"))
+	restored := p.Get(ctx, s.keys.one("restored"))
 	if _, err := p.Exec(ctx); err != nil && !errors.Is(err, goredis.Nil) {
 		return catalog.Status{}, readError(err)
 	}
 	s.mu.Lock()
 	runID := s.generation.runID
 	s.mu.Unlock()
-	st := catalog.Status{Server: s.server, RunID: runID, Incarnation: inc.Val(), Durability: "appendfsync always", Tombstones: int(tombs.Val())}
+	st := catalog.Status{Server: s.server, RunID: runID, Incarnation: inc.Val(), Durability: "appendfsync always", Tombstones: int(tombs.Val()), Restored: restored.Val()}
 	var err error
 	if st.Seq, err = number(seq); err != nil {
 		return catalog.Status{}, err

@@ -19,10 +19,14 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	CatalogService_GetCatalogStatus_FullMethodName = "/dormouse.v1.CatalogService/GetCatalogStatus"
-	CatalogService_VerifyCatalog_FullMethodName    = "/dormouse.v1.CatalogService/VerifyCatalog"
-	CatalogService_RepairCatalog_FullMethodName    = "/dormouse.v1.CatalogService/RepairCatalog"
-	CatalogService_CompactCatalog_FullMethodName   = "/dormouse.v1.CatalogService/CompactCatalog"
+	CatalogService_GetCatalogStatus_FullMethodName      = "/dormouse.v1.CatalogService/GetCatalogStatus"
+	CatalogService_VerifyCatalog_FullMethodName         = "/dormouse.v1.CatalogService/VerifyCatalog"
+	CatalogService_RepairCatalog_FullMethodName         = "/dormouse.v1.CatalogService/RepairCatalog"
+	CatalogService_CompactCatalog_FullMethodName        = "/dormouse.v1.CatalogService/CompactCatalog"
+	CatalogService_BackupCatalog_FullMethodName         = "/dormouse.v1.CatalogService/BackupCatalog"
+	CatalogService_BeginCatalogRestore_FullMethodName   = "/dormouse.v1.CatalogService/BeginCatalogRestore"
+	CatalogService_RestoreCatalogRecords_FullMethodName = "/dormouse.v1.CatalogService/RestoreCatalogRecords"
+	CatalogService_EndCatalogRestore_FullMethodName     = "/dormouse.v1.CatalogService/EndCatalogRestore"
 )
 
 // CatalogServiceClient is the client API for CatalogService service.
@@ -40,6 +44,17 @@ type CatalogServiceClient interface {
 	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then:
 	// at most 10,000 in a call.
 	CompactCatalog(ctx context.Context, in *CompactCatalogRequest, opts ...grpc.CallOption) (*CompactCatalogResponse, error)
+	// BackupCatalog gives every record as of one point of the catalog's history, while commits go on. The first message has the header, the
+	// last the end; a stream without an end is no backup. Refused with CATALOG_REWOUND while the catalog is suspended.
+	BackupCatalog(ctx context.Context, in *BackupCatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[BackupCatalogResponse], error)
+	// BeginCatalogRestore suspends a catalog that has no objects yet (else CATALOG_NOT_EMPTY) and lets it take the records of one backup.
+	// Repeating it is harmless. With the records of another backup in it already it is refused with RESTORE_UNFINISHED.
+	BeginCatalogRestore(ctx context.Context, in *BeginCatalogRestoreRequest, opts ...grpc.CallOption) (*BeginCatalogRestoreResponse, error)
+	// RestoreCatalogRecords puts records of the backup into the catalog. Repeating it is harmless.
+	RestoreCatalogRecords(ctx context.Context, in *RestoreCatalogRecordsRequest, opts ...grpc.CallOption) (*RestoreCatalogRecordsResponse, error)
+	// EndCatalogRestore compares what the catalog has with what the backup had. If they are the same the restore is over: the catalog stays
+	// suspended until it is repaired from the nodes' journals, which have what came after the backup. Repeating it is harmless.
+	EndCatalogRestore(ctx context.Context, in *EndCatalogRestoreRequest, opts ...grpc.CallOption) (*EndCatalogRestoreResponse, error)
 }
 
 type catalogServiceClient struct {
@@ -99,6 +114,55 @@ func (c *catalogServiceClient) CompactCatalog(ctx context.Context, in *CompactCa
 	return out, nil
 }
 
+func (c *catalogServiceClient) BackupCatalog(ctx context.Context, in *BackupCatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[BackupCatalogResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CatalogService_ServiceDesc.Streams[1], CatalogService_BackupCatalog_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[BackupCatalogRequest, BackupCatalogResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CatalogService_BackupCatalogClient = grpc.ServerStreamingClient[BackupCatalogResponse]
+
+func (c *catalogServiceClient) BeginCatalogRestore(ctx context.Context, in *BeginCatalogRestoreRequest, opts ...grpc.CallOption) (*BeginCatalogRestoreResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(BeginCatalogRestoreResponse)
+	err := c.cc.Invoke(ctx, CatalogService_BeginCatalogRestore_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *catalogServiceClient) RestoreCatalogRecords(ctx context.Context, in *RestoreCatalogRecordsRequest, opts ...grpc.CallOption) (*RestoreCatalogRecordsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RestoreCatalogRecordsResponse)
+	err := c.cc.Invoke(ctx, CatalogService_RestoreCatalogRecords_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *catalogServiceClient) EndCatalogRestore(ctx context.Context, in *EndCatalogRestoreRequest, opts ...grpc.CallOption) (*EndCatalogRestoreResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EndCatalogRestoreResponse)
+	err := c.cc.Invoke(ctx, CatalogService_EndCatalogRestore_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // CatalogServiceServer is the server API for CatalogService service.
 // All implementations must embed UnimplementedCatalogServiceServer
 // for forward compatibility.
@@ -114,6 +178,17 @@ type CatalogServiceServer interface {
 	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then:
 	// at most 10,000 in a call.
 	CompactCatalog(context.Context, *CompactCatalogRequest) (*CompactCatalogResponse, error)
+	// BackupCatalog gives every record as of one point of the catalog's history, while commits go on. The first message has the header, the
+	// last the end; a stream without an end is no backup. Refused with CATALOG_REWOUND while the catalog is suspended.
+	BackupCatalog(*BackupCatalogRequest, grpc.ServerStreamingServer[BackupCatalogResponse]) error
+	// BeginCatalogRestore suspends a catalog that has no objects yet (else CATALOG_NOT_EMPTY) and lets it take the records of one backup.
+	// Repeating it is harmless. With the records of another backup in it already it is refused with RESTORE_UNFINISHED.
+	BeginCatalogRestore(context.Context, *BeginCatalogRestoreRequest) (*BeginCatalogRestoreResponse, error)
+	// RestoreCatalogRecords puts records of the backup into the catalog. Repeating it is harmless.
+	RestoreCatalogRecords(context.Context, *RestoreCatalogRecordsRequest) (*RestoreCatalogRecordsResponse, error)
+	// EndCatalogRestore compares what the catalog has with what the backup had. If they are the same the restore is over: the catalog stays
+	// suspended until it is repaired from the nodes' journals, which have what came after the backup. Repeating it is harmless.
+	EndCatalogRestore(context.Context, *EndCatalogRestoreRequest) (*EndCatalogRestoreResponse, error)
 	mustEmbedUnimplementedCatalogServiceServer()
 }
 
@@ -135,6 +210,18 @@ func (UnimplementedCatalogServiceServer) RepairCatalog(context.Context, *RepairC
 }
 func (UnimplementedCatalogServiceServer) CompactCatalog(context.Context, *CompactCatalogRequest) (*CompactCatalogResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CompactCatalog not implemented")
+}
+func (UnimplementedCatalogServiceServer) BackupCatalog(*BackupCatalogRequest, grpc.ServerStreamingServer[BackupCatalogResponse]) error {
+	return status.Error(codes.Unimplemented, "method BackupCatalog not implemented")
+}
+func (UnimplementedCatalogServiceServer) BeginCatalogRestore(context.Context, *BeginCatalogRestoreRequest) (*BeginCatalogRestoreResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method BeginCatalogRestore not implemented")
+}
+func (UnimplementedCatalogServiceServer) RestoreCatalogRecords(context.Context, *RestoreCatalogRecordsRequest) (*RestoreCatalogRecordsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method RestoreCatalogRecords not implemented")
+}
+func (UnimplementedCatalogServiceServer) EndCatalogRestore(context.Context, *EndCatalogRestoreRequest) (*EndCatalogRestoreResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method EndCatalogRestore not implemented")
 }
 func (UnimplementedCatalogServiceServer) mustEmbedUnimplementedCatalogServiceServer() {}
 func (UnimplementedCatalogServiceServer) testEmbeddedByValue()                        {}
@@ -222,6 +309,71 @@ func _CatalogService_CompactCatalog_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _CatalogService_BackupCatalog_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(BackupCatalogRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CatalogServiceServer).BackupCatalog(m, &grpc.GenericServerStream[BackupCatalogRequest, BackupCatalogResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CatalogService_BackupCatalogServer = grpc.ServerStreamingServer[BackupCatalogResponse]
+
+func _CatalogService_BeginCatalogRestore_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(BeginCatalogRestoreRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CatalogServiceServer).BeginCatalogRestore(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CatalogService_BeginCatalogRestore_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CatalogServiceServer).BeginCatalogRestore(ctx, req.(*BeginCatalogRestoreRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CatalogService_RestoreCatalogRecords_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RestoreCatalogRecordsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CatalogServiceServer).RestoreCatalogRecords(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CatalogService_RestoreCatalogRecords_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CatalogServiceServer).RestoreCatalogRecords(ctx, req.(*RestoreCatalogRecordsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CatalogService_EndCatalogRestore_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EndCatalogRestoreRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CatalogServiceServer).EndCatalogRestore(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CatalogService_EndCatalogRestore_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CatalogServiceServer).EndCatalogRestore(ctx, req.(*EndCatalogRestoreRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // CatalogService_ServiceDesc is the grpc.ServiceDesc for CatalogService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -241,11 +393,28 @@ var CatalogService_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "CompactCatalog",
 			Handler:    _CatalogService_CompactCatalog_Handler,
 		},
+		{
+			MethodName: "BeginCatalogRestore",
+			Handler:    _CatalogService_BeginCatalogRestore_Handler,
+		},
+		{
+			MethodName: "RestoreCatalogRecords",
+			Handler:    _CatalogService_RestoreCatalogRecords_Handler,
+		},
+		{
+			MethodName: "EndCatalogRestore",
+			Handler:    _CatalogService_EndCatalogRestore_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "VerifyCatalog",
 			Handler:       _CatalogService_VerifyCatalog_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "BackupCatalog",
+			Handler:       _CatalogService_BackupCatalog_Handler,
 			ServerStreams: true,
 		},
 	},
