@@ -43,7 +43,10 @@ func (k keeper) BeginRestore(ctx context.Context, r catalog.Restore, above fence
 	fault.At("restore.begin.after")
 	k.exceed(above)
 	k.log.Warn("a backup is being put into the catalog", "backup_id", r.ID, "incarnation", r.Point.Incarnation, "seq", r.Point.Seq)
-	err := (&backup.Restorer{Store: k.store, Epoch: t.epoch}).Clear(ctx)
+	st, err := k.store.Status(ctx)
+	if err == nil && st.Suspended != nil && st.Suspended.Restoring == r.ID { // else it has all the backup's records already
+		err = (&backup.Restorer{Store: k.store, Epoch: t.epoch}).Clear(ctx)
+	}
 	if !t.suspended || t.epoch <= above {
 		t.end(errs.New(errs.NoLeader, "a backup is being put into the catalog; leading anew"))
 	}

@@ -106,7 +106,6 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	if err := a.registry.Lead(ctx); err != nil {
 		return fmt.Errorf("read the nodes: %w", err)
 	}
-	incarnation := a.store.Seen().Incarnation
 	engine, err := operations.Start(ctx, operations.Config{
 		Catalog: a.store, Queue: publisher{a.queue, a.rewound}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
 		PlacementWait: a.cfg.Nodes.PlacementWait, DeletionsPerNode: a.cfg.Operations.DeletionsPerNode, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
@@ -139,7 +138,7 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	a.registry.Resign(reason)
 	engine.Stop(reason)
 	beside.Wait()
-	a.remember(incarnation)
+	a.remember()
 	return reason
 }
 
@@ -150,8 +149,8 @@ type acquaintance struct {
 }
 
 // remember keeps which catalog was served, and which nodes there were.
-func (a *App) remember(incarnation string) {
-	now := &acquaintance{incarnations: map[string]struct{}{incarnation: {}}, nodes: make(map[string]struct{})}
+func (a *App) remember() {
+	now := &acquaintance{incarnations: map[string]struct{}{a.store.Seen().Incarnation: {}}, nodes: make(map[string]struct{})}
 	if before := a.served.Load(); before != nil {
 		maps.Copy(now.incarnations, before.incarnations)
 		maps.Copy(now.nodes, before.nodes)
@@ -170,7 +169,7 @@ func (a *App) knows(witness catalog.Point) bool {
 		return false
 	}
 	_, ok := served.incarnations[witness.Incarnation]
-	return ok
+	return ok && !witness.IsZero()
 }
 
 // resign releases the lease, so that another need not wait for its end.

@@ -158,7 +158,7 @@ func putBack(w *world) operation {
 					return err
 				}
 				for i := 1; i <= w.Nodes; i++ {
-					w.ok(w.StartAgentdReady(w.ctx, i))
+					w.ok(w.StartAgentd(w.ctx, i, func(context.Context) error { return nil })) // it is online once the catalog is in service
 				}
 			}
 			_, err = w.Client.RepairCatalog(ctx, true) // which waits for the nodes

@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -71,7 +72,7 @@ func TestBackupIsRestoredIntoAnEmptyServer(t *testing.T) {
 	w.ok(s.Refresh(w.ctx))                          // it is there, and can be read
 	op.said(0, "admin", "catalog", "restore", file) // again, which changes nothing
 	for i := 1; i <= w.Nodes; i++ {
-		w.ok(w.StartAgentdReady(w.ctx, i))
+		w.ok(w.StartAgentd(w.ctx, i, func(context.Context) error { return nil })) // it is online once the catalog is in service
 	}
 	w.await("it is in service", func() error {
 		st, err := w.Client.CatalogStatus(w.ctx)
