@@ -159,7 +159,9 @@ type CatalogSuspension struct {
 	// The coordinator or node that knew more than the store.
 	FoundBy string `protobuf:"bytes,2,opt,name=found_by,json=foundBy,proto3" json:"found_by,omitempty"`
 	// The latest point that is known to be lost.
-	Witness       *HistoryPoint `protobuf:"bytes,3,opt,name=witness,proto3" json:"witness,omitempty"`
+	Witness *HistoryPoint `protobuf:"bytes,3,opt,name=witness,proto3" json:"witness,omitempty"`
+	// The backup whose records are being put into it: until they all are, it cannot be taken into service. Empty: none.
+	Restoring     string `protobuf:"bytes,4,opt,name=restoring,proto3" json:"restoring,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -213,6 +215,13 @@ func (x *CatalogSuspension) GetWitness() *HistoryPoint {
 		return x.Witness
 	}
 	return nil
+}
+
+func (x *CatalogSuspension) GetRestoring() string {
+	if x != nil {
+		return x.Restoring
+	}
+	return ""
 }
 
 type CatalogStatus struct {
@@ -1083,6 +1092,779 @@ func (x *CompactCatalogResponse) GetMore() bool {
 	return false
 }
 
+type BackupCatalogRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BackupCatalogRequest) Reset() {
+	*x = BackupCatalogRequest{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BackupCatalogRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BackupCatalogRequest) ProtoMessage() {}
+
+func (x *BackupCatalogRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BackupCatalogRequest.ProtoReflect.Descriptor instead.
+func (*BackupCatalogRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{15}
+}
+
+// CatalogRecord is one object as the catalog has it.
+type CatalogRecord struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Tenant   string                 `protobuf:"bytes,1,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Kind     string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	Uid      string                 `protobuf:"bytes,3,opt,name=uid,proto3" json:"uid,omitempty"`
+	Revision uint64                 `protobuf:"varint,4,opt,name=revision,proto3" json:"revision,omitempty"`
+	Name     string                 `protobuf:"bytes,5,opt,name=name,proto3" json:"name,omitempty"`
+	Phase    string                 `protobuf:"bytes,6,opt,name=phase,proto3" json:"phase,omitempty"`
+	Node     string                 `protobuf:"bytes,7,opt,name=node,proto3" json:"node,omitempty"`
+	Identity string                 `protobuf:"bytes,8,opt,name=identity,proto3" json:"identity,omitempty"`
+	// It takes no new reference.
+	Sealed     bool                `protobuf:"varint,9,opt,name=sealed,proto3" json:"sealed,omitempty"`
+	References []*CatalogReference `protobuf:"bytes,10,rep,name=references,proto3" json:"references,omitempty"`
+	// At most 256 KiB.
+	Body          []byte `protobuf:"bytes,11,opt,name=body,proto3" json:"body,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CatalogRecord) Reset() {
+	*x = CatalogRecord{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CatalogRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CatalogRecord) ProtoMessage() {}
+
+func (x *CatalogRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CatalogRecord.ProtoReflect.Descriptor instead.
+func (*CatalogRecord) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *CatalogRecord) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *CatalogRecord) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetIdentity() string {
+	if x != nil {
+		return x.Identity
+	}
+	return ""
+}
+
+func (x *CatalogRecord) GetSealed() bool {
+	if x != nil {
+		return x.Sealed
+	}
+	return false
+}
+
+func (x *CatalogRecord) GetReferences() []*CatalogReference {
+	if x != nil {
+		return x.References
+	}
+	return nil
+}
+
+func (x *CatalogRecord) GetBody() []byte {
+	if x != nil {
+		return x.Body
+	}
+	return nil
+}
+
+type CatalogReference struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Tenant string                 `protobuf:"bytes,1,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Kind   string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	Uid    string                 `protobuf:"bytes,3,opt,name=uid,proto3" json:"uid,omitempty"`
+	// reference, shared or exclusive.
+	Mode          string `protobuf:"bytes,4,opt,name=mode,proto3" json:"mode,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CatalogReference) Reset() {
+	*x = CatalogReference{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CatalogReference) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CatalogReference) ProtoMessage() {}
+
+func (x *CatalogReference) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CatalogReference.ProtoReflect.Descriptor instead.
+func (*CatalogReference) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *CatalogReference) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *CatalogReference) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *CatalogReference) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *CatalogReference) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+type CatalogBackupHeader struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Time  *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
+	// The epoch that was in force: who leads the restored catalog has a higher one.
+	CoordinatorEpoch uint64 `protobuf:"varint,2,opt,name=coordinator_epoch,json=coordinatorEpoch,proto3" json:"coordinator_epoch,omitempty"`
+	// The catalogs that this one went on from, and up to which commit.
+	Ancestors     map[string]uint64 `protobuf:"bytes,3,rep,name=ancestors,proto3" json:"ancestors,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CatalogBackupHeader) Reset() {
+	*x = CatalogBackupHeader{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CatalogBackupHeader) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CatalogBackupHeader) ProtoMessage() {}
+
+func (x *CatalogBackupHeader) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CatalogBackupHeader.ProtoReflect.Descriptor instead.
+func (*CatalogBackupHeader) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *CatalogBackupHeader) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *CatalogBackupHeader) GetCoordinatorEpoch() uint64 {
+	if x != nil {
+		return x.CoordinatorEpoch
+	}
+	return 0
+}
+
+func (x *CatalogBackupHeader) GetAncestors() map[string]uint64 {
+	if x != nil {
+		return x.Ancestors
+	}
+	return nil
+}
+
+// CatalogBackupEntry is what became of one record. A later entry of the same record counts instead of an earlier one.
+type CatalogBackupEntry struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Record *CatalogRecord         `protobuf:"bytes,1,opt,name=record,proto3" json:"record,omitempty"`
+	// It was deleted. Only tenant, kind and uid are set.
+	Gone *CatalogRecord `protobuf:"bytes,2,opt,name=gone,proto3" json:"gone,omitempty"`
+	// The record changed while the backup was taken: there may be other entries of it.
+	Changed       bool `protobuf:"varint,3,opt,name=changed,proto3" json:"changed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CatalogBackupEntry) Reset() {
+	*x = CatalogBackupEntry{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CatalogBackupEntry) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CatalogBackupEntry) ProtoMessage() {}
+
+func (x *CatalogBackupEntry) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CatalogBackupEntry.ProtoReflect.Descriptor instead.
+func (*CatalogBackupEntry) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *CatalogBackupEntry) GetRecord() *CatalogRecord {
+	if x != nil {
+		return x.Record
+	}
+	return nil
+}
+
+func (x *CatalogBackupEntry) GetGone() *CatalogRecord {
+	if x != nil {
+		return x.Gone
+	}
+	return nil
+}
+
+func (x *CatalogBackupEntry) GetChanged() bool {
+	if x != nil {
+		return x.Changed
+	}
+	return false
+}
+
+type CatalogBackupEnd struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The backup is of this point.
+	Point *HistoryPoint `protobuf:"bytes,1,opt,name=point,proto3" json:"point,omitempty"`
+	// How many entries there are.
+	Entries       int64 `protobuf:"varint,2,opt,name=entries,proto3" json:"entries,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CatalogBackupEnd) Reset() {
+	*x = CatalogBackupEnd{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CatalogBackupEnd) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CatalogBackupEnd) ProtoMessage() {}
+
+func (x *CatalogBackupEnd) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CatalogBackupEnd.ProtoReflect.Descriptor instead.
+func (*CatalogBackupEnd) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *CatalogBackupEnd) GetPoint() *HistoryPoint {
+	if x != nil {
+		return x.Point
+	}
+	return nil
+}
+
+func (x *CatalogBackupEnd) GetEntries() int64 {
+	if x != nil {
+		return x.Entries
+	}
+	return 0
+}
+
+type BackupCatalogResponse struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Header *CatalogBackupHeader   `protobuf:"bytes,1,opt,name=header,proto3" json:"header,omitempty"`
+	// At most 256, and at most 1 MiB unless it is one, in a message.
+	Entries       []*CatalogBackupEntry `protobuf:"bytes,2,rep,name=entries,proto3" json:"entries,omitempty"`
+	End           *CatalogBackupEnd     `protobuf:"bytes,3,opt,name=end,proto3" json:"end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BackupCatalogResponse) Reset() {
+	*x = BackupCatalogResponse{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BackupCatalogResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BackupCatalogResponse) ProtoMessage() {}
+
+func (x *BackupCatalogResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BackupCatalogResponse.ProtoReflect.Descriptor instead.
+func (*BackupCatalogResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *BackupCatalogResponse) GetHeader() *CatalogBackupHeader {
+	if x != nil {
+		return x.Header
+	}
+	return nil
+}
+
+func (x *BackupCatalogResponse) GetEntries() []*CatalogBackupEntry {
+	if x != nil {
+		return x.Entries
+	}
+	return nil
+}
+
+func (x *BackupCatalogResponse) GetEnd() *CatalogBackupEnd {
+	if x != nil {
+		return x.End
+	}
+	return nil
+}
+
+type BeginCatalogRestoreRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names the backup: the SHA-256 of its file, in hex.
+	BackupId         string        `protobuf:"bytes,1,opt,name=backup_id,json=backupId,proto3" json:"backup_id,omitempty"`
+	Point            *HistoryPoint `protobuf:"bytes,2,opt,name=point,proto3" json:"point,omitempty"`
+	CoordinatorEpoch uint64        `protobuf:"varint,3,opt,name=coordinator_epoch,json=coordinatorEpoch,proto3" json:"coordinator_epoch,omitempty"`
+	// At most 1000.
+	Ancestors     map[string]uint64 `protobuf:"bytes,4,rep,name=ancestors,proto3" json:"ancestors,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BeginCatalogRestoreRequest) Reset() {
+	*x = BeginCatalogRestoreRequest{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BeginCatalogRestoreRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BeginCatalogRestoreRequest) ProtoMessage() {}
+
+func (x *BeginCatalogRestoreRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BeginCatalogRestoreRequest.ProtoReflect.Descriptor instead.
+func (*BeginCatalogRestoreRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *BeginCatalogRestoreRequest) GetBackupId() string {
+	if x != nil {
+		return x.BackupId
+	}
+	return ""
+}
+
+func (x *BeginCatalogRestoreRequest) GetPoint() *HistoryPoint {
+	if x != nil {
+		return x.Point
+	}
+	return nil
+}
+
+func (x *BeginCatalogRestoreRequest) GetCoordinatorEpoch() uint64 {
+	if x != nil {
+		return x.CoordinatorEpoch
+	}
+	return 0
+}
+
+func (x *BeginCatalogRestoreRequest) GetAncestors() map[string]uint64 {
+	if x != nil {
+		return x.Ancestors
+	}
+	return nil
+}
+
+type BeginCatalogRestoreResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BeginCatalogRestoreResponse) Reset() {
+	*x = BeginCatalogRestoreResponse{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BeginCatalogRestoreResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BeginCatalogRestoreResponse) ProtoMessage() {}
+
+func (x *BeginCatalogRestoreResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BeginCatalogRestoreResponse.ProtoReflect.Descriptor instead.
+func (*BeginCatalogRestoreResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{23}
+}
+
+type RestoreCatalogRecordsRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	BackupId string                 `protobuf:"bytes,1,opt,name=backup_id,json=backupId,proto3" json:"backup_id,omitempty"`
+	// 1..256.
+	Records       []*CatalogRecord `protobuf:"bytes,2,rep,name=records,proto3" json:"records,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RestoreCatalogRecordsRequest) Reset() {
+	*x = RestoreCatalogRecordsRequest{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RestoreCatalogRecordsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RestoreCatalogRecordsRequest) ProtoMessage() {}
+
+func (x *RestoreCatalogRecordsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RestoreCatalogRecordsRequest.ProtoReflect.Descriptor instead.
+func (*RestoreCatalogRecordsRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *RestoreCatalogRecordsRequest) GetBackupId() string {
+	if x != nil {
+		return x.BackupId
+	}
+	return ""
+}
+
+func (x *RestoreCatalogRecordsRequest) GetRecords() []*CatalogRecord {
+	if x != nil {
+		return x.Records
+	}
+	return nil
+}
+
+type RestoreCatalogRecordsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Those, by their place in the request, that refer to what is not there yet: to be sent again later.
+	Waiting       []int32 `protobuf:"varint,1,rep,packed,name=waiting,proto3" json:"waiting,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RestoreCatalogRecordsResponse) Reset() {
+	*x = RestoreCatalogRecordsResponse{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RestoreCatalogRecordsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RestoreCatalogRecordsResponse) ProtoMessage() {}
+
+func (x *RestoreCatalogRecordsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RestoreCatalogRecordsResponse.ProtoReflect.Descriptor instead.
+func (*RestoreCatalogRecordsResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *RestoreCatalogRecordsResponse) GetWaiting() []int32 {
+	if x != nil {
+		return x.Waiting
+	}
+	return nil
+}
+
+type EndCatalogRestoreRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	BackupId string                 `protobuf:"bytes,1,opt,name=backup_id,json=backupId,proto3" json:"backup_id,omitempty"`
+	// How many records there are, and their digest: the sum of the SHA-256 of each, in hex.
+	Records       int64  `protobuf:"varint,2,opt,name=records,proto3" json:"records,omitempty"`
+	Sum           string `protobuf:"bytes,3,opt,name=sum,proto3" json:"sum,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndCatalogRestoreRequest) Reset() {
+	*x = EndCatalogRestoreRequest{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndCatalogRestoreRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndCatalogRestoreRequest) ProtoMessage() {}
+
+func (x *EndCatalogRestoreRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndCatalogRestoreRequest.ProtoReflect.Descriptor instead.
+func (*EndCatalogRestoreRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *EndCatalogRestoreRequest) GetBackupId() string {
+	if x != nil {
+		return x.BackupId
+	}
+	return ""
+}
+
+func (x *EndCatalogRestoreRequest) GetRecords() int64 {
+	if x != nil {
+		return x.Records
+	}
+	return 0
+}
+
+func (x *EndCatalogRestoreRequest) GetSum() string {
+	if x != nil {
+		return x.Sum
+	}
+	return ""
+}
+
+type EndCatalogRestoreResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndCatalogRestoreResponse) Reset() {
+	*x = EndCatalogRestoreResponse{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndCatalogRestoreResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndCatalogRestoreResponse) ProtoMessage() {}
+
+func (x *EndCatalogRestoreResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndCatalogRestoreResponse.ProtoReflect.Descriptor instead.
+func (*EndCatalogRestoreResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{27}
+}
+
 var File_dormouse_v1_catalog_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_catalog_proto_rawDesc = "" +
@@ -1091,11 +1873,12 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\fHistoryPoint\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\tR\vincarnation\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x16\n" +
-	"\x06digest\x18\x03 \x01(\tR\x06digest\"\x95\x01\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\"\xb3\x01\n" +
 	"\x11CatalogSuspension\x120\n" +
 	"\x05since\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12\x19\n" +
 	"\bfound_by\x18\x02 \x01(\tR\afoundBy\x123\n" +
-	"\awitness\x18\x03 \x01(\v2\x19.dormouse.v1.HistoryPointR\awitness\"\xf7\x03\n" +
+	"\awitness\x18\x03 \x01(\v2\x19.dormouse.v1.HistoryPointR\awitness\x12\x1c\n" +
+	"\trestoring\x18\x04 \x01(\tR\trestoring\"\xf7\x03\n" +
 	"\rCatalogStatus\x12\x16\n" +
 	"\x06server\x18\x01 \x01(\tR\x06server\x12\x1e\n" +
 	"\n" +
@@ -1166,7 +1949,65 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\x15CompactCatalogRequest\"J\n" +
 	"\x16CompactCatalogResponse\x12\x1c\n" +
 	"\tforgotten\x18\x01 \x01(\x03R\tforgotten\x12\x12\n" +
-	"\x04more\x18\x02 \x01(\bR\x04more*\xf7\x01\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\"\x16\n" +
+	"\x14BackupCatalogRequest\"\xae\x02\n" +
+	"\rCatalogRecord\x12\x16\n" +
+	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x10\n" +
+	"\x03uid\x18\x03 \x01(\tR\x03uid\x12\x1a\n" +
+	"\brevision\x18\x04 \x01(\x04R\brevision\x12\x12\n" +
+	"\x04name\x18\x05 \x01(\tR\x04name\x12\x14\n" +
+	"\x05phase\x18\x06 \x01(\tR\x05phase\x12\x12\n" +
+	"\x04node\x18\a \x01(\tR\x04node\x12\x1a\n" +
+	"\bidentity\x18\b \x01(\tR\bidentity\x12\x16\n" +
+	"\x06sealed\x18\t \x01(\bR\x06sealed\x12=\n" +
+	"\n" +
+	"references\x18\n" +
+	" \x03(\v2\x1d.dormouse.v1.CatalogReferenceR\n" +
+	"references\x12\x12\n" +
+	"\x04body\x18\v \x01(\fR\x04body\"d\n" +
+	"\x10CatalogReference\x12\x16\n" +
+	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x10\n" +
+	"\x03uid\x18\x03 \x01(\tR\x03uid\x12\x12\n" +
+	"\x04mode\x18\x04 \x01(\tR\x04mode\"\xff\x01\n" +
+	"\x13CatalogBackupHeader\x12.\n" +
+	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12+\n" +
+	"\x11coordinator_epoch\x18\x02 \x01(\x04R\x10coordinatorEpoch\x12M\n" +
+	"\tancestors\x18\x03 \x03(\v2/.dormouse.v1.CatalogBackupHeader.AncestorsEntryR\tancestors\x1a<\n" +
+	"\x0eAncestorsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\x92\x01\n" +
+	"\x12CatalogBackupEntry\x122\n" +
+	"\x06record\x18\x01 \x01(\v2\x1a.dormouse.v1.CatalogRecordR\x06record\x12.\n" +
+	"\x04gone\x18\x02 \x01(\v2\x1a.dormouse.v1.CatalogRecordR\x04gone\x12\x18\n" +
+	"\achanged\x18\x03 \x01(\bR\achanged\"]\n" +
+	"\x10CatalogBackupEnd\x12/\n" +
+	"\x05point\x18\x01 \x01(\v2\x19.dormouse.v1.HistoryPointR\x05point\x12\x18\n" +
+	"\aentries\x18\x02 \x01(\x03R\aentries\"\xbd\x01\n" +
+	"\x15BackupCatalogResponse\x128\n" +
+	"\x06header\x18\x01 \x01(\v2 .dormouse.v1.CatalogBackupHeaderR\x06header\x129\n" +
+	"\aentries\x18\x02 \x03(\v2\x1f.dormouse.v1.CatalogBackupEntryR\aentries\x12/\n" +
+	"\x03end\x18\x03 \x01(\v2\x1d.dormouse.v1.CatalogBackupEndR\x03end\"\xab\x02\n" +
+	"\x1aBeginCatalogRestoreRequest\x12\x1b\n" +
+	"\tbackup_id\x18\x01 \x01(\tR\bbackupId\x12/\n" +
+	"\x05point\x18\x02 \x01(\v2\x19.dormouse.v1.HistoryPointR\x05point\x12+\n" +
+	"\x11coordinator_epoch\x18\x03 \x01(\x04R\x10coordinatorEpoch\x12T\n" +
+	"\tancestors\x18\x04 \x03(\v26.dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntryR\tancestors\x1a<\n" +
+	"\x0eAncestorsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\x1d\n" +
+	"\x1bBeginCatalogRestoreResponse\"q\n" +
+	"\x1cRestoreCatalogRecordsRequest\x12\x1b\n" +
+	"\tbackup_id\x18\x01 \x01(\tR\bbackupId\x124\n" +
+	"\arecords\x18\x02 \x03(\v2\x1a.dormouse.v1.CatalogRecordR\arecords\"9\n" +
+	"\x1dRestoreCatalogRecordsResponse\x12\x18\n" +
+	"\awaiting\x18\x01 \x03(\x05R\awaiting\"c\n" +
+	"\x18EndCatalogRestoreRequest\x12\x1b\n" +
+	"\tbackup_id\x18\x01 \x01(\tR\bbackupId\x12\x18\n" +
+	"\arecords\x18\x02 \x01(\x03R\arecords\x12\x10\n" +
+	"\x03sum\x18\x03 \x01(\tR\x03sum\"\x1b\n" +
+	"\x19EndCatalogRestoreResponse*\xf7\x01\n" +
 	"\x11CatalogDifference\x12\"\n" +
 	"\x1eCATALOG_DIFFERENCE_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17CATALOG_DIFFERENCE_LOST\x10\x01\x12\x1c\n" +
@@ -1174,12 +2015,16 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\x1cCATALOG_DIFFERENCE_UNDELETED\x10\x03\x12!\n" +
 	"\x1dCATALOG_DIFFERENCE_UNRECORDED\x10\x04\x12\x1e\n" +
 	"\x1aCATALOG_DIFFERENCE_MISSING\x10\x05\x12\x1e\n" +
-	"\x1aCATALOG_DIFFERENCE_UNKNOWN\x10\x062\xfe\x02\n" +
+	"\x1aCATALOG_DIFFERENCE_UNKNOWN\x10\x062\x96\x06\n" +
 	"\x0eCatalogService\x12_\n" +
 	"\x10GetCatalogStatus\x12$.dormouse.v1.GetCatalogStatusRequest\x1a%.dormouse.v1.GetCatalogStatusResponse\x12X\n" +
 	"\rVerifyCatalog\x12!.dormouse.v1.VerifyCatalogRequest\x1a\".dormouse.v1.VerifyCatalogResponse0\x01\x12V\n" +
 	"\rRepairCatalog\x12!.dormouse.v1.RepairCatalogRequest\x1a\".dormouse.v1.RepairCatalogResponse\x12Y\n" +
-	"\x0eCompactCatalog\x12\".dormouse.v1.CompactCatalogRequest\x1a#.dormouse.v1.CompactCatalogResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
+	"\x0eCompactCatalog\x12\".dormouse.v1.CompactCatalogRequest\x1a#.dormouse.v1.CompactCatalogResponse\x12X\n" +
+	"\rBackupCatalog\x12!.dormouse.v1.BackupCatalogRequest\x1a\".dormouse.v1.BackupCatalogResponse0\x01\x12h\n" +
+	"\x13BeginCatalogRestore\x12'.dormouse.v1.BeginCatalogRestoreRequest\x1a(.dormouse.v1.BeginCatalogRestoreResponse\x12n\n" +
+	"\x15RestoreCatalogRecords\x12).dormouse.v1.RestoreCatalogRecordsRequest\x1a*.dormouse.v1.RestoreCatalogRecordsResponse\x12b\n" +
+	"\x11EndCatalogRestore\x12%.dormouse.v1.EndCatalogRestoreRequest\x1a&.dormouse.v1.EndCatalogRestoreResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
 
 var (
 	file_dormouse_v1_catalog_proto_rawDescOnce sync.Once
@@ -1194,54 +2039,89 @@ func file_dormouse_v1_catalog_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_catalog_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_dormouse_v1_catalog_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_dormouse_v1_catalog_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_dormouse_v1_catalog_proto_goTypes = []any{
-	(CatalogDifference)(0),           // 0: dormouse.v1.CatalogDifference
-	(*HistoryPoint)(nil),             // 1: dormouse.v1.HistoryPoint
-	(*CatalogSuspension)(nil),        // 2: dormouse.v1.CatalogSuspension
-	(*CatalogStatus)(nil),            // 3: dormouse.v1.CatalogStatus
-	(*DeletionProgress)(nil),         // 4: dormouse.v1.DeletionProgress
-	(*OrphanProgress)(nil),           // 5: dormouse.v1.OrphanProgress
-	(*NodeJournal)(nil),              // 6: dormouse.v1.NodeJournal
-	(*GetCatalogStatusRequest)(nil),  // 7: dormouse.v1.GetCatalogStatusRequest
-	(*GetCatalogStatusResponse)(nil), // 8: dormouse.v1.GetCatalogStatusResponse
-	(*VerifyCatalogRequest)(nil),     // 9: dormouse.v1.VerifyCatalogRequest
-	(*CatalogFinding)(nil),           // 10: dormouse.v1.CatalogFinding
-	(*VerifyCatalogResponse)(nil),    // 11: dormouse.v1.VerifyCatalogResponse
-	(*RepairCatalogRequest)(nil),     // 12: dormouse.v1.RepairCatalogRequest
-	(*RepairCatalogResponse)(nil),    // 13: dormouse.v1.RepairCatalogResponse
-	(*CompactCatalogRequest)(nil),    // 14: dormouse.v1.CompactCatalogRequest
-	(*CompactCatalogResponse)(nil),   // 15: dormouse.v1.CompactCatalogResponse
-	(*timestamppb.Timestamp)(nil),    // 16: google.protobuf.Timestamp
+	(CatalogDifference)(0),                // 0: dormouse.v1.CatalogDifference
+	(*HistoryPoint)(nil),                  // 1: dormouse.v1.HistoryPoint
+	(*CatalogSuspension)(nil),             // 2: dormouse.v1.CatalogSuspension
+	(*CatalogStatus)(nil),                 // 3: dormouse.v1.CatalogStatus
+	(*DeletionProgress)(nil),              // 4: dormouse.v1.DeletionProgress
+	(*OrphanProgress)(nil),                // 5: dormouse.v1.OrphanProgress
+	(*NodeJournal)(nil),                   // 6: dormouse.v1.NodeJournal
+	(*GetCatalogStatusRequest)(nil),       // 7: dormouse.v1.GetCatalogStatusRequest
+	(*GetCatalogStatusResponse)(nil),      // 8: dormouse.v1.GetCatalogStatusResponse
+	(*VerifyCatalogRequest)(nil),          // 9: dormouse.v1.VerifyCatalogRequest
+	(*CatalogFinding)(nil),                // 10: dormouse.v1.CatalogFinding
+	(*VerifyCatalogResponse)(nil),         // 11: dormouse.v1.VerifyCatalogResponse
+	(*RepairCatalogRequest)(nil),          // 12: dormouse.v1.RepairCatalogRequest
+	(*RepairCatalogResponse)(nil),         // 13: dormouse.v1.RepairCatalogResponse
+	(*CompactCatalogRequest)(nil),         // 14: dormouse.v1.CompactCatalogRequest
+	(*CompactCatalogResponse)(nil),        // 15: dormouse.v1.CompactCatalogResponse
+	(*BackupCatalogRequest)(nil),          // 16: dormouse.v1.BackupCatalogRequest
+	(*CatalogRecord)(nil),                 // 17: dormouse.v1.CatalogRecord
+	(*CatalogReference)(nil),              // 18: dormouse.v1.CatalogReference
+	(*CatalogBackupHeader)(nil),           // 19: dormouse.v1.CatalogBackupHeader
+	(*CatalogBackupEntry)(nil),            // 20: dormouse.v1.CatalogBackupEntry
+	(*CatalogBackupEnd)(nil),              // 21: dormouse.v1.CatalogBackupEnd
+	(*BackupCatalogResponse)(nil),         // 22: dormouse.v1.BackupCatalogResponse
+	(*BeginCatalogRestoreRequest)(nil),    // 23: dormouse.v1.BeginCatalogRestoreRequest
+	(*BeginCatalogRestoreResponse)(nil),   // 24: dormouse.v1.BeginCatalogRestoreResponse
+	(*RestoreCatalogRecordsRequest)(nil),  // 25: dormouse.v1.RestoreCatalogRecordsRequest
+	(*RestoreCatalogRecordsResponse)(nil), // 26: dormouse.v1.RestoreCatalogRecordsResponse
+	(*EndCatalogRestoreRequest)(nil),      // 27: dormouse.v1.EndCatalogRestoreRequest
+	(*EndCatalogRestoreResponse)(nil),     // 28: dormouse.v1.EndCatalogRestoreResponse
+	nil,                                   // 29: dormouse.v1.CatalogBackupHeader.AncestorsEntry
+	nil,                                   // 30: dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntry
+	(*timestamppb.Timestamp)(nil),         // 31: google.protobuf.Timestamp
 }
 var file_dormouse_v1_catalog_proto_depIdxs = []int32{
-	16, // 0: dormouse.v1.CatalogSuspension.since:type_name -> google.protobuf.Timestamp
+	31, // 0: dormouse.v1.CatalogSuspension.since:type_name -> google.protobuf.Timestamp
 	1,  // 1: dormouse.v1.CatalogSuspension.witness:type_name -> dormouse.v1.HistoryPoint
 	1,  // 2: dormouse.v1.CatalogStatus.head:type_name -> dormouse.v1.HistoryPoint
 	2,  // 3: dormouse.v1.CatalogStatus.suspended:type_name -> dormouse.v1.CatalogSuspension
 	6,  // 4: dormouse.v1.CatalogStatus.journals:type_name -> dormouse.v1.NodeJournal
 	4,  // 5: dormouse.v1.CatalogStatus.deletions:type_name -> dormouse.v1.DeletionProgress
 	5,  // 6: dormouse.v1.CatalogStatus.orphans:type_name -> dormouse.v1.OrphanProgress
-	16, // 7: dormouse.v1.DeletionProgress.oldest_time:type_name -> google.protobuf.Timestamp
+	31, // 7: dormouse.v1.DeletionProgress.oldest_time:type_name -> google.protobuf.Timestamp
 	1,  // 8: dormouse.v1.NodeJournal.point:type_name -> dormouse.v1.HistoryPoint
 	3,  // 9: dormouse.v1.GetCatalogStatusResponse.catalog:type_name -> dormouse.v1.CatalogStatus
 	0,  // 10: dormouse.v1.CatalogFinding.difference:type_name -> dormouse.v1.CatalogDifference
 	10, // 11: dormouse.v1.VerifyCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
 	10, // 12: dormouse.v1.RepairCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
 	3,  // 13: dormouse.v1.RepairCatalogResponse.catalog:type_name -> dormouse.v1.CatalogStatus
-	7,  // 14: dormouse.v1.CatalogService.GetCatalogStatus:input_type -> dormouse.v1.GetCatalogStatusRequest
-	9,  // 15: dormouse.v1.CatalogService.VerifyCatalog:input_type -> dormouse.v1.VerifyCatalogRequest
-	12, // 16: dormouse.v1.CatalogService.RepairCatalog:input_type -> dormouse.v1.RepairCatalogRequest
-	14, // 17: dormouse.v1.CatalogService.CompactCatalog:input_type -> dormouse.v1.CompactCatalogRequest
-	8,  // 18: dormouse.v1.CatalogService.GetCatalogStatus:output_type -> dormouse.v1.GetCatalogStatusResponse
-	11, // 19: dormouse.v1.CatalogService.VerifyCatalog:output_type -> dormouse.v1.VerifyCatalogResponse
-	13, // 20: dormouse.v1.CatalogService.RepairCatalog:output_type -> dormouse.v1.RepairCatalogResponse
-	15, // 21: dormouse.v1.CatalogService.CompactCatalog:output_type -> dormouse.v1.CompactCatalogResponse
-	18, // [18:22] is the sub-list for method output_type
-	14, // [14:18] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	18, // 14: dormouse.v1.CatalogRecord.references:type_name -> dormouse.v1.CatalogReference
+	31, // 15: dormouse.v1.CatalogBackupHeader.time:type_name -> google.protobuf.Timestamp
+	29, // 16: dormouse.v1.CatalogBackupHeader.ancestors:type_name -> dormouse.v1.CatalogBackupHeader.AncestorsEntry
+	17, // 17: dormouse.v1.CatalogBackupEntry.record:type_name -> dormouse.v1.CatalogRecord
+	17, // 18: dormouse.v1.CatalogBackupEntry.gone:type_name -> dormouse.v1.CatalogRecord
+	1,  // 19: dormouse.v1.CatalogBackupEnd.point:type_name -> dormouse.v1.HistoryPoint
+	19, // 20: dormouse.v1.BackupCatalogResponse.header:type_name -> dormouse.v1.CatalogBackupHeader
+	20, // 21: dormouse.v1.BackupCatalogResponse.entries:type_name -> dormouse.v1.CatalogBackupEntry
+	21, // 22: dormouse.v1.BackupCatalogResponse.end:type_name -> dormouse.v1.CatalogBackupEnd
+	1,  // 23: dormouse.v1.BeginCatalogRestoreRequest.point:type_name -> dormouse.v1.HistoryPoint
+	30, // 24: dormouse.v1.BeginCatalogRestoreRequest.ancestors:type_name -> dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntry
+	17, // 25: dormouse.v1.RestoreCatalogRecordsRequest.records:type_name -> dormouse.v1.CatalogRecord
+	7,  // 26: dormouse.v1.CatalogService.GetCatalogStatus:input_type -> dormouse.v1.GetCatalogStatusRequest
+	9,  // 27: dormouse.v1.CatalogService.VerifyCatalog:input_type -> dormouse.v1.VerifyCatalogRequest
+	12, // 28: dormouse.v1.CatalogService.RepairCatalog:input_type -> dormouse.v1.RepairCatalogRequest
+	14, // 29: dormouse.v1.CatalogService.CompactCatalog:input_type -> dormouse.v1.CompactCatalogRequest
+	16, // 30: dormouse.v1.CatalogService.BackupCatalog:input_type -> dormouse.v1.BackupCatalogRequest
+	23, // 31: dormouse.v1.CatalogService.BeginCatalogRestore:input_type -> dormouse.v1.BeginCatalogRestoreRequest
+	25, // 32: dormouse.v1.CatalogService.RestoreCatalogRecords:input_type -> dormouse.v1.RestoreCatalogRecordsRequest
+	27, // 33: dormouse.v1.CatalogService.EndCatalogRestore:input_type -> dormouse.v1.EndCatalogRestoreRequest
+	8,  // 34: dormouse.v1.CatalogService.GetCatalogStatus:output_type -> dormouse.v1.GetCatalogStatusResponse
+	11, // 35: dormouse.v1.CatalogService.VerifyCatalog:output_type -> dormouse.v1.VerifyCatalogResponse
+	13, // 36: dormouse.v1.CatalogService.RepairCatalog:output_type -> dormouse.v1.RepairCatalogResponse
+	15, // 37: dormouse.v1.CatalogService.CompactCatalog:output_type -> dormouse.v1.CompactCatalogResponse
+	22, // 38: dormouse.v1.CatalogService.BackupCatalog:output_type -> dormouse.v1.BackupCatalogResponse
+	24, // 39: dormouse.v1.CatalogService.BeginCatalogRestore:output_type -> dormouse.v1.BeginCatalogRestoreResponse
+	26, // 40: dormouse.v1.CatalogService.RestoreCatalogRecords:output_type -> dormouse.v1.RestoreCatalogRecordsResponse
+	28, // 41: dormouse.v1.CatalogService.EndCatalogRestore:output_type -> dormouse.v1.EndCatalogRestoreResponse
+	34, // [34:42] is the sub-list for method output_type
+	26, // [26:34] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_catalog_proto_init() }
@@ -1255,7 +2135,7 @@ func file_dormouse_v1_catalog_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_catalog_proto_rawDesc), len(file_dormouse_v1_catalog_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
