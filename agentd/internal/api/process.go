@@ -398,24 +398,3 @@ func (s *Processes) ReadOutput(req *dormousev1.ReadOutputRequest, stream grpc.Se
 	}
 	return stream.Send(&dormousev1.ReadOutputResponse{Event: &dormousev1.ReadOutputResponse_Exit{Exit: exit}})
 }
-
-// RunProcess implements ProcessService. Its output has no gap while the caller gets on.
-func (s *Processes) RunProcess(req *dormousev1.RunProcessRequest, stream grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
-	ctx := stream.Context()
-	conn, p, err := s.start(ctx, req.GetSandboxUid(), req.GetProcessId(), req.GetSpec(), true)
-	if err != nil {
-		return err
-	}
-	if err := stream.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Started{Started: ProcessToProto(p)}}); err != nil {
-		return err
-	}
-	r := &reader{s: s, sandboxUID: req.GetSandboxUid(), processID: p.ID, hold: true, offsets: map[guest.Output]uint64{},
-		emit: func(c *dormousev1.OutputChunk) error {
-			return stream.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Output{Output: c}})
-		}}
-	exit, err := r.read(ctx, conn, true)
-	if err != nil {
-		return err
-	}
-	return stream.Send(&dormousev1.RunProcessResponse{Event: &dormousev1.RunProcessResponse_Exit{Exit: exit}})
-}

@@ -105,28 +105,39 @@ func checkSpec(id string, p *dormousev1.ProcessSpec) error {
 // start starts a process with the sandbox's defaults where the caller says nothing. With hold its
 // output waits for its first reader, which the caller is about to be.
 func (s *Processes) start(ctx context.Context, sandboxUID, id string, p *dormousev1.ProcessSpec, hold bool) (*guest.Conn, guest.Process, error) {
+	conn, req, err := s.prepare(sandboxUID, id, p)
+	if err != nil {
+		return nil, guest.Process{}, err
+	}
+	req.HoldOutput = hold
+	proc, err := conn.Start(ctx, req)
+	return conn, proc, err
+}
+
+// prepare makes the guest's request of a spec.
+func (s *Processes) prepare(sandboxUID, id string, p *dormousev1.ProcessSpec) (*guest.Conn, guest.StartRequest, error) {
 	size, err := sizeOf("spec.terminal", p.GetTerminal())
 	if err := first(checkUID("sandbox_uid", sandboxUID), checkSpec(id, p), err); err != nil {
-		return nil, guest.Process{}, err
+		return nil, guest.StartRequest{}, err
 	}
 	argv, err := argvOf(p)
 	if err != nil {
-		return nil, guest.Process{}, err
+		return nil, guest.StartRequest{}, err
 	}
 	conn, err := s.Sandboxes.Channel(sandboxUID)
 	if err != nil {
-		return nil, guest.Process{}, err
+		return nil, guest.StartRequest{}, err
 	}
 	d, err := s.Sandboxes.Defaults(sandboxUID)
 	if err != nil {
-		return nil, guest.Process{}, err
+		return nil, guest.StartRequest{}, err
 	}
 	if id == "" {
 		id = uid.New()
 	}
 	req := guest.StartRequest{
 		ID: id, Args: argv, Env: runner.MergeEnv(d.Env, p.GetEnv()), User: d.User, Dir: d.Dir, Groups: p.GetGroups(),
-		Stdin: p.GetStdin(), Timeout: p.GetTimeout().AsDuration(), Tags: p.GetTags(), HoldOutput: hold, Terminal: size,
+		Stdin: p.GetStdin(), Timeout: p.GetTimeout().AsDuration(), Tags: p.GetTags(), Terminal: size,
 	}
 	if p.GetUser() != "" {
 		req.User = p.GetUser()
@@ -134,8 +145,7 @@ func (s *Processes) start(ctx context.Context, sandboxUID, id string, p *dormous
 	if p.GetWorkingDir() != "" {
 		req.Dir = p.GetWorkingDir()
 	}
-	proc, err := conn.Start(ctx, req)
-	return conn, proc, err
+	return conn, req, nil
 }
 
 // tagFilter reads "key=value" filters.

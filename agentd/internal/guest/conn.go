@@ -427,11 +427,20 @@ func (c *Conn) owe(stream uint32, n int) {
 func (c *Conn) send(ctx context.Context, stream uint32, m guestwire.Message) error {
 	frame, ok := guestwire.AppendMessage(nil, c.ch, stream, m)
 	if !ok {
-		return errs.New(errs.LimitExceeded, "the request to the sandbox is larger than 256 KiB; pass large input in a file or on standard input").
-			With("field", "args").With("limit", "262144")
+		return tooLarge()
 	}
+	return c.queue(ctx, frame)
+}
+
+func tooLarge() error {
+	return errs.New(errs.LimitExceeded, "the request to the sandbox is larger than 256 KiB; pass large input in a file or on standard input").
+		With("field", "args").With("limit", "262144")
+}
+
+// queue hands whole frames to the writer. An error means that nothing of them was sent.
+func (c *Conn) queue(ctx context.Context, frames []byte) error {
 	select {
-	case c.sendq <- frame:
+	case c.sendq <- frames:
 		return nil
 	case <-ctx.Done():
 		return notSent(ctx)

@@ -191,27 +191,9 @@ func (s *OutputStream) broken(err error) {
 // Next returns the next piece, or io.EOF at the end. A ctx that ends leaves the stream open.
 func (s *OutputStream) Next(ctx context.Context) (Chunk, error) {
 	for {
-		s.mu.Lock()
-		if len(s.chunks) > 0 {
-			chunk := s.chunks[0]
-			s.chunks = s.chunks[1:]
-			s.refill(len(chunk.Data))
-			s.mu.Unlock()
-			return chunk, nil
-		}
-		end, err := s.end, s.err
-		if end != nil && end.Gap > 0 {
-			last := *end
-			end.Gap = 0
-			s.mu.Unlock()
-			return last, nil
-		}
-		s.mu.Unlock()
-		switch {
-		case err != nil:
-			return Chunk{}, err
-		case end != nil:
-			return Chunk{}, io.EOF
+		chunk, ok, err := s.take()
+		if ok || err != nil {
+			return chunk, err
 		}
 		select {
 		case <-s.ready:
@@ -219,6 +201,28 @@ func (s *OutputStream) Next(ctx context.Context) (Chunk, error) {
 			return Chunk{}, errs.From(ctx.Err())
 		}
 	}
+}
+
+// take is Next without waiting: not ok, and no error, where there is nothing yet.
+func (s *OutputStream) take() (chunk Chunk, ok bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case len(s.chunks) > 0:
+		chunk = s.chunks[0]
+		s.chunks = s.chunks[1:]
+		s.refill(len(chunk.Data))
+		return chunk, true, nil
+	case s.end != nil && s.end.Gap > 0:
+		chunk = *s.end
+		s.end.Gap = 0
+		return chunk, true, nil
+	case s.err != nil:
+		return Chunk{}, false, s.err
+	case s.end != nil:
+		return Chunk{}, false, io.EOF
+	}
+	return Chunk{}, false, nil
 }
 
 // refill gives the guest new credit once half of the window was read.

@@ -11,8 +11,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/dormouse-run/dormouse/agentd/internal/guestwire"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
@@ -129,6 +127,31 @@ func processOf(p *guestwire.ProcessInfo) Process {
 // INVALID_FIELD (also: no such directory), LIMIT_EXCEEDED, TOO_MANY and OPERATION_BODY_MISMATCH;
 // after each, nothing was started.
 func (c *Conn) Start(ctx context.Context, r StartRequest) (Process, error) {
+	var reply guestwire.Started
+	if err := c.roundTrip(ctx, r.message(), &reply); err != nil {
+		return Process{}, err
+	}
+	return startedAs(&reply, r.ID)
+}
+
+// started reads the reply to a start.
+func started(res result, id string) (Process, error) {
+	var reply guestwire.Started
+	if err := res.decode(&reply); err != nil {
+		return Process{}, err
+	}
+	return startedAs(&reply, id)
+}
+
+func startedAs(reply *guestwire.Started, id string) (Process, error) {
+	if reply.Process == nil || reply.Process.ProcessID != id {
+		return Process{}, errs.New(errs.InternalError, "guest init answered for another process")
+	}
+	return processOf(reply.Process), nil
+}
+
+// message is the request as the guest reads it.
+func (r StartRequest) message() *guestwire.Start {
 	m := &guestwire.Start{
 		ProcessID: r.ID, Args: r.Args, Environment: r.Env, User: r.User, Directory: r.Dir,
 		TimeoutMS: uint64(max(r.Timeout, 0).Milliseconds()), Main: r.Main, OutputBytes: uint32(min(max(r.OutputBytes, 0), 1<<20)),
@@ -144,14 +167,7 @@ func (c *Conn) Start(ctx context.Context, r StartRequest) (Process, error) {
 	for _, k := range slices.Sorted(maps.Keys(r.Tags)) {
 		m.Tags = append(m.Tags, guestwire.Tag{Key: k, Value: r.Tags[k]})
 	}
-	var reply guestwire.Started
-	if err := c.roundTrip(ctx, m, &reply); err != nil {
-		return Process{}, err
-	}
-	if reply.Process == nil || reply.Process.ProcessID != r.ID {
-		return Process{}, errs.New(errs.InternalError, "guest init answered for another process")
-	}
-	return processOf(reply.Process), nil
+	return m
 }
 
 // Wait waits until the process has ended and returns how. Any number may wait.
@@ -160,6 +176,19 @@ func (c *Conn) Wait(ctx context.Context, id string) (Exit, error) {
 	if err := c.roundTrip(ctx, &guestwire.Wait{ProcessID: id}, &reply); err != nil {
 		return Exit{}, err
 	}
+	return exitedAs(&reply)
+}
+
+// exited reads the reply to a wait.
+func exited(res result) (Exit, error) {
+	var reply guestwire.Exited
+	if err := res.decode(&reply); err != nil {
+		return Exit{}, err
+	}
+	return exitedAs(&reply)
+}
+
+func exitedAs(reply *guestwire.Exited) (Exit, error) {
 	if reply.Exit == nil {
 		return Exit{}, errs.New(errs.InternalError, "guest init answered a wait without an exit")
 	}
@@ -267,41 +296,26 @@ func (c *Conn) Get(ctx context.Context, id string) (Process, error) {
 	return processOf(&reply.Processes[0]), nil
 }
 
-// Run starts a process, hands its whole output to sink as it comes (from two goroutines, one for each
-// output) and returns how it ended, after all it wrote itself was handed over. The process is
-// returned whenever it is known to be started, also with an error; it is not ended by one. The
-// process waits for a sink that is slow, but not for one that stands still.
+// Run starts a process, hands its whole output to sink as it comes and returns how it ended, after all it wrote itself was handed over. The
+// process is returned whenever it is known to be started, also with an error; it is not ended by one. The process waits for a sink that is
+// slow, but not for one that stands still.
 func (c *Conn) Run(ctx context.Context, r StartRequest, sink func(Output, Chunk) error) (Process, Exit, error) {
-	r.HoldOutput = true
-	p, err := c.Start(ctx, r)
+	run, err := c.StartFollowed(ctx, r)
 	if err != nil {
 		return Process{}, Exit{}, err
 	}
-	group, gctx := errgroup.WithContext(ctx)
-	for _, which := range []Output{Stdout, Stderr} {
-		group.Go(func() error {
-			s, err := c.Output(gctx, OutputRequest{Process: p.ID, Output: which, Follow: UntilExit, Hold: true})
-			if err != nil {
-				return err
-			}
-			defer s.Close()
-			for {
-				chunk, err := s.Next(gctx)
-				if errors.Is(err, io.EOF) {
-					return nil
-				}
-				if err == nil {
-					err = sink(which, chunk)
-				}
-				if err != nil {
-					return err
-				}
-			}
-		})
+	defer run.Close()
+	for {
+		which, chunk, err := run.Next(ctx)
+		if errors.Is(err, io.EOF) {
+			e, err := run.Wait(ctx)
+			return run.Process, e, err
+		}
+		if err == nil {
+			err = sink(which, chunk)
+		}
+		if err != nil {
+			return run.Process, Exit{}, err
+		}
 	}
-	if err := group.Wait(); err != nil {
-		return p, Exit{}, err
-	}
-	e, err := c.Wait(ctx, p.ID)
-	return p, e, err
 }
