@@ -159,7 +159,7 @@ func (d *Door) Unary() grpc.UnaryServerInterceptor {
 	}
 }
 
-// Stream guards streams: their first message is looked at. Once it is let in the headers are sent and say so, so that a client
+// Stream guards streams: their first message is looked at. Once a client's is let in the headers are sent and say so, so that it
 // learns without waiting for the first answer that the door is passed.
 func (d *Door) Stream() grpc.StreamServerInterceptor {
 	return func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
@@ -202,5 +202,8 @@ func (w *guardedStream) RecvMsg(m any) error {
 		return err
 	}
 	w.looked, w.done = true, done
+	if !w.grant.direct {
+		return nil
+	}
 	return w.ServerStream.SendHeader(metadata.Pairs(dataplane.AdmittedKey, "1"))
 }

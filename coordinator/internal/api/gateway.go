@@ -11,13 +11,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
 
-	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
-	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
-	"github.com/dormouse-run/dormouse/coordinator/internal/records"
-	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/dataplane"
 	"github.com/dormouse-run/dormouse/pkg/errs"
-	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 )
 
@@ -185,45 +180,4 @@ func (g gateway) open(ctx context.Context, full string, m any) (*grpc.ClientConn
 	verb, _ := dataplane.VerbOf(full)
 	cc, err := g.cfg.Streams.Conn(ctx, place, verb.Bulk())
 	return cc, metadata.AppendToOutgoingContext(ctx, dataplane.TenantKey, place.Tenant), err
-}
-
-// locate finds where the caller's sandbox can be used. All access to what is inside sandboxes goes through
-// here, whatever its protocol.
-func (s *Server) locate(ctx context.Context, u string) (nodeclient.Place, error) {
-	rec, err := s.get(ctx, catalog.KindSandbox, "sandbox_uid", u)
-	if err != nil {
-		return nodeclient.Place{}, err
-	}
-	sb, err := records.SandboxOf(rec)
-	if err == nil {
-		sb, err = s.awake(ctx, sb)
-	}
-	if err != nil {
-		return nodeclient.Place{}, err
-	}
-	switch sb.Status.Phase {
-	case sandbox.Running, sandbox.Stopped, sandbox.Starting:
-		if sb.Status.Node != "" {
-			return s.placeOf(ctx, sb)
-		}
-	}
-	return nodeclient.Place{}, errs.New(errs.WrongPhase, "sandbox %s is %s; it must be Running", u, sb.Status.Phase).
-		With("uid", u).With("phase", string(sb.Status.Phase))
-}
-
-// placeOf adds where the sandbox's node is.
-func (s *Server) placeOf(ctx context.Context, sb *records.Sandbox) (nodeclient.Place, error) {
-	id, err := auth.From(ctx)
-	if err != nil {
-		return nodeclient.Place{}, err
-	}
-	rec, err := s.cfg.Store.Get(ctx, records.NodeKey(sb.Status.Node))
-	if err != nil {
-		return nodeclient.Place{}, err
-	}
-	n, err := records.NodeOf(rec)
-	if err != nil {
-		return nodeclient.Place{}, err
-	}
-	return nodeclient.Place{Tenant: id.Tenant, SandboxUID: sb.UID, Node: n.Name, Address: n.Address, Direct: n.DirectAddress}, nil
 }

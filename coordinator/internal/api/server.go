@@ -85,9 +85,10 @@ type Config struct {
 
 // Server has all public services.
 type Server struct {
-	cfg   Config
-	hub   *hub
-	wakes wakes
+	cfg       Config
+	hub       *hub
+	wakes     wakes
+	lastNodes lastNodes
 }
 
 // New makes a server. Run it while it serves.
@@ -139,14 +140,21 @@ func (s *Server) get(ctx context.Context, kind catalog.Kind, field, u string) (c
 	if err != nil {
 		return catalog.Record{}, err
 	}
-	if err := uid.Check(u); err != nil {
-		return catalog.Record{}, errs.New(errs.InvalidField, "%s: %v; look a name up with a list", field, err).With("field", field)
+	if err := checkUID(field, u); err != nil {
+		return catalog.Record{}, err
 	}
 	rec, err := s.cfg.Store.Get(ctx, catalog.Key{Tenant: id.Tenant, Kind: kind, UID: u})
 	if errs.Has(err, errs.ObjectNotFound) {
 		return rec, notFound(kind, u)
 	}
 	return rec, err
+}
+
+func checkUID(field, u string) error {
+	if err := uid.Check(u); err != nil {
+		return errs.New(errs.InvalidField, "%s: %v; look a name up with a list", field, err).With("field", field)
+	}
+	return nil
 }
 
 func notFound(kind catalog.Kind, u string) error {
