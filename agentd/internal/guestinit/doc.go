@@ -6,8 +6,9 @@
 // One goroutine, locked to the process's first thread, owns all state and runs an epoll loop over
 // the FIFOs and the pipes of the processes. A second one waits for children that have ended and
 // only says so; the loop itself reaps, so that a pid is never signalled, and an exit never
-// looked up, after the pid was free for another process. There are no timers: the loop's
-// own wait ends at the nearest process timeout. Nothing here imports os, fmt, time or net; an idle
+// looked up, after the pid was free for another process. Programs that close their outputs are looked for
+// at once, before the second goroutine says so. There are no timers: the loop's
+// own wait ends at the nearest process timeout. What a start does is counted in system calls (docs/adr/0045). Nothing here imports os, fmt, time or net; an idle
 // init must be small, for there are thousands.
 //
 // # States of the channel
