@@ -1,7 +1,7 @@
 package network
 
 import (
-	"fmt"
+	"errors"
 	"net/netip"
 	"strconv"
 	"sync"
@@ -44,6 +44,7 @@ func newMember(uid, device string, addr netip.Addr, egress *sandbox.Egress) memb
 //	forward    from a sandbox to elsewhere: outgoing; from elsewhere to a sandbox: answers only
 //	outgoing   not blocked, then the sandbox's own chain
 //	s<address> one sandbox's policy; what no map entry leads to one is refused
+//	carriers   the protocols that have ports
 //	refuse     counts by sandbox; refuses so that the caller hears of it
 type firewall struct {
 	devices string // the beginning of the devices' names
@@ -59,7 +60,7 @@ type firewall struct {
 	counted map[netip.Addr]uint64 // what was refused before the table was made
 	stale   bool
 
-	sources, marks, denied, policies, never *nftables.Set
+	sources, marks, denied, policies, never, carriers *nftables.Set
 }
 
 // replyBuffer holds the answers to the largest transaction: one for each of some ten thousand messages.
@@ -83,6 +84,7 @@ func openFirewall(prefix string, cidr netip.Prefix, gateway netip.Addr, blocked 
 	f.marks = &nftables.Set{Table: f.table, Name: "marks", KeyType: nftables.MustConcatSetType(address, nftables.TypeMark), Concatenation: true}
 	f.denied = &nftables.Set{Table: f.table, Name: "denied", KeyType: address, Counter: true}
 	f.policies = &nftables.Set{Table: f.table, Name: "policies", KeyType: address, IsMap: true, DataType: nftables.TypeVerdict}
+	f.carriers = &nftables.Set{Table: f.table, Name: "carriers", KeyType: nftables.TypeInetProto}
 	f.never = &nftables.Set{Table: f.table, Name: "blocked", KeyType: address, Interval: true}
 	return f, nil
 }
@@ -115,7 +117,7 @@ func (f *firewall) rebuild() error {
 			return errs.Wrap(err, errs.InternalError, "make the firewall's sets: %v", err)
 		}
 	}
-	if err := f.conn.AddSet(f.never, addressIntervals(f.blocked)); err != nil {
+	if err := errors.Join(f.conn.AddSet(f.never, addressIntervals(f.blocked)), f.conn.AddSet(f.carriers, portCarriers)); err != nil {
 		return errs.Wrap(err, errs.InternalError, "make the firewall's sets: %v", err)
 	}
 	f.hook("input", nftables.ChainTypeFilter, nftables.ChainHookInput, *nftables.ChainPriorityFilter-10)
@@ -217,115 +219,6 @@ func (f *firewall) delMember(m member) {
 	_ = f.conn.SetDeleteElements(f.marks, marks)
 	f.delPolicy(m)
 	f.conn.DelChain(f.chain(chainOf(m.addr)))
-}
-
-// domainSet holds what a rule's names open. Its name says by which policy, so that what one opened is not taken for
-// another's.
-func (f *firewall) domainSet(m member, rule int) *nftables.Set {
-	name := fmt.Sprintf("d%s-%08x-%d", hexOf(m.addr), mark(m.uid, m.egress), rule)
-	// Those whose time is over count until the kernel clears them away.
-	return &nftables.Set{Table: f.table, Name: name, KeyType: nftables.TypeIPAddr, HasTimeout: true, Size: 4 * maxOpened}
-}
-
-// addPolicy fills the sandbox's chain.
-func (f *firewall) addPolicy(m member) {
-	e := m.egress
-	if e == nil {
-		e = &sandbox.Egress{}
-	}
-	chain := chainOf(m.addr)
-	pass := rule(&expr.Immediate{Register: reg1, Data: binaryutil.NativeEndian.PutUint32(mark(m.uid, m.egress))},
-		&expr.Ct{Key: expr.CtKeyMARK, SourceRegister: true, Register: reg1}, verdict(expr.VerdictAccept))
-	refuse := []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: "refuse"}}
-	for _, r := range e.Deny {
-		// A name is refused by the resolver; a rule with names alone says nothing of addresses.
-		if len(r.CIDRs) > 0 || len(r.Domains) == 0 {
-			f.addRule(chain, r, f.ranges(r), refuse)
-		}
-	}
-	for i, r := range e.Allow {
-		if len(r.CIDRs) > 0 || len(r.Domains) == 0 {
-			f.addRule(chain, r, f.ranges(r), pass)
-		}
-		if len(r.Domains) > 0 {
-			set := f.domainSet(m, i)
-			_ = f.conn.AddSet(set, m.opened.elements(i, time.Now())) // fails for sets that are made wrongly only
-			f.addRule(chain, r, rule(loadDestination(), in(set)), pass)
-		}
-	}
-	if e.Default == sandbox.EgressDeny {
-		f.add(chain, refuse)
-	} else {
-		f.add(chain, pass)
-	}
-}
-
-func (f *firewall) delPolicy(m member) {
-	f.conn.FlushChain(f.chain(chainOf(m.addr)))
-	for i, r := range allowed(m.egress) {
-		if len(r.Domains) > 0 {
-			f.conn.DelSet(f.domainSet(m, i))
-		}
-	}
-}
-
-func allowed(e *sandbox.Egress) []sandbox.EgressRule {
-	if e == nil {
-		return nil
-	}
-	return e.Allow
-}
-
-func (f *firewall) anonymous(kind nftables.SetDatatype, interval bool, elements []nftables.SetElement) *nftables.Set {
-	s := &nftables.Set{Table: f.table, Anonymous: true, Constant: true, Interval: interval, KeyType: kind}
-	_ = f.conn.AddSet(s, elements)
-	return s
-}
-
-// ranges matches a rule's addresses; nothing when it has any.
-func (f *firewall) ranges(r sandbox.EgressRule) []expr.Any {
-	if len(r.CIDRs) == 0 {
-		return nil
-	}
-	var all []netip.Prefix
-	for _, c := range r.CIDRs {
-		if p, err := sandbox.ParseCIDR(c); err == nil { // validated at the door
-			all = append(all, p)
-		}
-	}
-	if len(all) == 1 { // a set is three messages to the kernel
-		return rule(loadDestination(), &expr.Bitwise{SourceRegister: reg1, DestRegister: reg1, Len: 4, Mask: ipMask(all[0]), Xor: make([]byte, 4)},
-			equals(bytesOf(all[0].Addr())))
-	}
-	return rule(loadDestination(), in(f.anonymous(nftables.TypeIPAddr, true, addressIntervals(all))))
-}
-
-func (f *firewall) ports(all []sandbox.PortRange) []expr.Any {
-	switch {
-	case len(all) == 0:
-		return nil
-	case len(all) > 1:
-		return rule(loadPort(), in(f.anonymous(nftables.TypeInetService, true, portIntervals(all))))
-	case all[0].First == all[0].Last:
-		return rule(loadPort(), equals(binaryutil.BigEndian.PutUint16(all[0].First)))
-	}
-	return rule(loadPort(), &expr.Range{Op: expr.CmpOpEq, Register: reg1, FromData: binaryutil.BigEndian.PutUint16(all[0].First), ToData: binaryutil.BigEndian.PutUint16(all[0].Last)})
-}
-
-func (f *firewall) addRule(chain string, r sandbox.EgressRule, addresses, then []expr.Any) {
-	parts := []any{addresses}
-	switch {
-	case r.Protocol == sandbox.TCP:
-		parts = append(parts, protocol(unix.IPPROTO_TCP))
-	case r.Protocol == sandbox.UDP:
-		parts = append(parts, protocol(unix.IPPROTO_UDP))
-	case r.Protocol == sandbox.ICMP:
-		parts = append(parts, protocol(unix.IPPROTO_ICMP))
-	case len(r.Ports) > 0:
-		both := f.anonymous(nftables.TypeInetProto, false, []nftables.SetElement{{Key: []byte{unix.IPPROTO_TCP}}, {Key: []byte{unix.IPPROTO_UDP}}})
-		parts = append(parts, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg1}, in(both))
-	}
-	f.add(chain, append(parts, f.ports(r.Ports), then)...)
 }
 
 // ---- transactions ---------------------------------------------------------------
