@@ -157,7 +157,7 @@ debian_source() {
 		echo "$6  $dir/$5" | sha256sum -c
 }
 
-version_redis() { echo "$REDIS_VERSION"; }
+version_redis() { echo "$REDIS_VERSION-benchmark"; }
 build_redis() {
 	logged redis apt_fetch "$1" redis-server redis-tools libjemalloc2 liblua5.1-0 liblzf1 lua-bitop lua-cjson \
 		libatomic1 libhiredis0.14 libssl3 libsystemd0 || return 1
@@ -165,7 +165,7 @@ build_redis() {
 	# nothing on it can take them away.
 	local p lib
 	lib=$(dirname "$(find "$1/root" -name 'libjemalloc.so.2' | head -n 1)")
-	for p in redis-server redis-cli; do
+	for p in redis-server redis-cli redis-benchmark; do
 		printf '#!/bin/sh\nhere=$(dirname "$(readlink -f "$0")")/..\nLD_LIBRARY_PATH=$here/%s exec "$here/root/usr/bin/%s" "$@"\n' \
 			"${lib#"$1/"}" "$p" >"$1/bin/$p"
 		chmod 755 "$1/bin/$p"

@@ -1,66 +1,185 @@
 package publish_test
 
 import (
+	"bufio"
 	"context"
+	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
+	goredis "github.com/redis/go-redis/v9"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/publish"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/catalog/catalogtest"
+	"github.com/dormouse-run/dormouse/pkg/catalog/redis"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/uid"
 )
 
-// BenchmarkPublish has 64 callers publish snapshots that refer to one volume, each with a receipt, on
-// a real server under the durable default.
-func BenchmarkPublish(b *testing.B) {
+// benched is a catalog on a real server under the durable default, with a queue before it.
+type benched struct {
+	*testing.B
+	store *redis.Store
+	queue *publish.Queue
+	owner fence.Owner
+	raw   *goredis.Client
+	body  []byte
+}
+
+func newBenched(b *testing.B, tombstones int) *benched {
 	server := redistest.Start(b)
-	s := openRedis(b, server.Socket)
-	owner := lead(b, s)
-	q := start(b, publish.Options{Store: s})
-	v := catalogtest.Volume("v")
-	if _, err := q.Publish(b.Context(), fixed(catalog.Commit{Owner: owner, Puts: []catalog.Put{catalogtest.Create(v)}})); err != nil {
+	w := &benched{B: b, store: openRedis(b, server.Socket), body: make([]byte, 1024),
+		raw: goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket, MaxRetries: -1})}
+	b.Cleanup(func() { _ = w.raw.Close() })
+	w.owner, w.queue = lead(b, w.store), start(b, publish.Options{Store: w.store})
+	for i := range w.body {
+		w.body[i] = 'a' + byte(i%26)
+	}
+	if _, err := w.queue.Publish(b.Context(), fixed(catalog.Commit{Owner: w.owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Volume("v"))}})); err != nil {
 		b.Fatal(err)
 	}
-	body := make([]byte, 1024)
-	for i := range body {
-		body[i] = 'a' + byte(i%26)
+	const each = 250
+	for i := 0; i < tombstones; i += each {
+		create, remove := catalog.Commit{Owner: w.owner}, catalog.Commit{Owner: w.owner}
+		for range each {
+			key := catalogtest.Snapshot(uid.New())
+			create.Puts = append(create.Puts, catalogtest.Create(key))
+			remove.Deletes = append(remove.Deletes, catalog.Delete{Key: key, ExpectRevision: 1, Tombstone: true})
+		}
+		results, err := w.store.Commit(b.Context(), []catalog.Commit{create, remove})
+		if err != nil || results[0].Err != nil || results[1].Err != nil {
+			b.Fatal(results, err)
+		}
 	}
+	return w
+}
+
+// publish makes a snapshot that refers to the volume: a read, a reference, a receipt and 1 KiB of body.
+func (w *benched) publish() error {
+	id := uid.New()
+	_, err := w.queue.Publish(w.Context(), func(ctx context.Context, read catalog.Reader) (catalog.Commit, error) {
+		if _, err := read.Get(ctx, catalogtest.Volume("v")); err != nil {
+			return catalog.Commit{}, err
+		}
+		put := catalogtest.Create(catalogtest.Snapshot(id), catalogtest.To(catalogtest.Volume("v"), catalog.Reference))
+		put.Record.Body, put.Record.Node = w.body, "n1"
+		return operation(w.owner, id, put), nil
+	})
+	return err
+}
+
+func p99(times ...[]time.Duration) float64 {
+	all := slices.Sorted(slices.Values(slices.Concat(times...)))
+	return float64(all[len(all)*99/100].Microseconds()) / 1000
+}
+
+// closed has 64 callers publish n in all, each the next one when the last one is done.
+func (w *benched) closed(n int) (rate, p99ms float64) {
 	const callers = 64
 	times := make([][]time.Duration, callers)
 	var left atomic.Int64
-	left.Store(int64(b.N))
-	b.ResetTimer()
+	left.Store(int64(n))
+	began := time.Now()
 	var wg sync.WaitGroup
-	for w := range callers {
+	for c := range callers {
 		wg.Go(func() {
 			for left.Add(-1) >= 0 {
-				uid := uuid.Must(uuid.NewV7()).String()
-				began := time.Now()
-				_, err := q.Publish(b.Context(), func(ctx context.Context, read catalog.Reader) (catalog.Commit, error) {
-					if _, err := read.Get(ctx, v); err != nil {
-						return catalog.Commit{}, err
-					}
-					put := catalogtest.Create(catalogtest.Snapshot(uid), catalogtest.To(v, catalog.Reference))
-					put.Record.Body, put.Record.Node = body, "n1"
-					return operation(owner, uid, put), nil
-				})
-				if err != nil {
-					b.Error(err)
+				one := time.Now()
+				if err := w.publish(); err != nil {
+					w.Error(err)
 					return
 				}
-				times[w] = append(times[w], time.Since(began))
+				times[c] = append(times[c], time.Since(one))
 			}
 		})
 	}
 	wg.Wait()
-	b.StopTimer()
-	all := slices.Sorted(slices.Values(slices.Concat(times...)))
-	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "commits/s")
-	b.ReportMetric(float64(all[len(all)*99/100].Microseconds())/1000, "p99-ms")
+	return float64(n) / time.Since(began).Seconds(), p99(times...)
+}
+
+// open publishes n at a rate, whether the earlier ones are done or not. A time counts from when it was due.
+func (w *benched) open(n int, rate float64) (p99ms float64) {
+	times := make([]time.Duration, n)
+	began := time.Now()
+	var wg sync.WaitGroup
+	for i := range n {
+		due := began.Add(time.Duration(float64(i) / rate * float64(time.Second)))
+		if wait := time.Until(due); wait > 0 {
+			<-time.After(wait)
+		}
+		wg.Go(func() {
+			if err := w.publish(); err != nil {
+				w.Error(err)
+			}
+			times[i] = time.Since(due)
+		})
+	}
+	wg.Wait()
+	return p99(times)
+}
+
+// commands counts what the server runs for n commits of one caller.
+func (w *benched) commands(n int) (total float64) {
+	if err := w.raw.ConfigResetStat(w.Context()).Err(); err != nil {
+		w.Fatal(err)
+	}
+	for range n {
+		if err := w.publish(); err != nil {
+			w.Fatal(err)
+		}
+	}
+	info, err := w.raw.Info(w.Context(), "commandstats").Result()
+	if err != nil {
+		w.Fatal(err)
+	}
+	for lines := bufio.NewScanner(strings.NewReader(info)); lines.Scan(); {
+		name, rest, ok := strings.Cut(lines.Text(), ":calls=")
+		if !ok || name == "cmdstat_info" || strings.Contains(name, "config") {
+			continue
+		}
+		count, _, _ := strings.Cut(rest, ",")
+		calls, err := strconv.ParseFloat(count, 64)
+		if err != nil {
+			w.Fatal(err)
+		}
+		total += calls
+	}
+	return total
+}
+
+func median(values []float64) float64 { return slices.Sorted(slices.Values(values))[len(values)/2] }
+
+// BenchmarkPublish measures the queue on a catalog without tombstones and on one with 100,000, in turn.
+func BenchmarkPublish(b *testing.B) {
+	if b.N == 1 {
+		return // the trial run, which -benchtime Nx makes too
+	}
+	plain, history := newBenched(b, 0), newBenched(b, 100_000)
+	plain.closed(2000) // connections and scripts
+	history.closed(2000)
+	var rates, ratios, tails []float64
+	for range 3 {
+		rate, tail := plain.closed(b.N)
+		other, _ := history.closed(b.N)
+		rates, ratios, tails = append(rates, rate), append(ratios, other/rate), append(tails, tail)
+	}
+	rate := median(rates)
+	for name, v := range map[string]float64{
+		"commits/s": rate, "p99-ms": median(tails), "with-history": median(ratios),
+		"open-half-p99-ms": plain.open(b.N/2, rate/2), "open-2500-p99-ms": plain.open(b.N/2, 2500),
+		"commands": plain.commands(200), "commands-with-history": history.commands(200),
+	} {
+		b.ReportMetric(v, name)
+	}
+	b.ReportMetric(0, "ns/op")
+	if b.Failed() {
+		b.Log(fmt.Sprint("rates ", rates, " ratios ", ratios))
+	}
 }
