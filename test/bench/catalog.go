@@ -45,6 +45,7 @@ func benchCatalog(ctx context.Context, b *bench) ([]Row, error) {
 		{What: "Redis commands of 200 commits with 100,000 tombstones; bare: with none", Product: fmt.Sprint(m["commands-with-history"]), Bare: fmt.Sprint(m["commands"]),
 			Value: m["commands-with-history"] / m["commands"], Unit: "x", AtMost: 1},
 	}
+	b.note("The percentiles and rates are medians of three rounds of each.")
 	memory, err := b.catalogMemory(ctx)
 	return append(rows, memory...), err
 }
