@@ -226,7 +226,9 @@ func (k keeper) Verify(ctx context.Context, found func(repair.Finding) error) (r
 	if k.inForce.Load() == nil {
 		return 0, notLeading()
 	}
-	survey, err := k.repairer().Survey(ctx, k.knownNodes())
+	look := k.repairer()
+	look.Light = true
+	survey, err := look.Survey(ctx, k.knownNodes())
 	if err != nil {
 		return 0, err
 	}
@@ -239,7 +241,7 @@ func (k keeper) Verify(ctx context.Context, found func(repair.Finding) error) (r
 		if _, away := survey.Away[n.Name]; away {
 			continue
 		}
-		seen, err := k.repairer().Verify(ctx, n.Name, found)
+		seen, err := look.Verify(ctx, n.Name, found)
 		if err != nil {
 			return records, err
 		}

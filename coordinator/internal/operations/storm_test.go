@@ -7,6 +7,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/catalog/memory"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/uid"
@@ -240,4 +241,34 @@ func TestDeletionsAreAPartOfWhatMayBePending(t *testing.T) {
 		}
 	}
 	e.stop()
+}
+
+// full is a catalog that never runs out of expired tombstones.
+type full struct {
+	catalog.Store
+	calls int
+}
+
+func (f *full) Compact(_ context.Context, limit int) (int, error) {
+	f.calls++
+	return limit, nil
+}
+
+// C28: one pass forgets a bounded number of tombstones, a page at a time.
+func TestC28OnePassForgetsABoundedNumber(t *testing.T) {
+	store := &full{Store: memory.New(memory.Options{})}
+	w := newWorldOn(t, store)
+	e := w.lead()
+	defer e.stop()
+	if err := e.Sweep(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if store.calls != 40 {
+		t.Errorf("%d pages of %d in one pass", store.calls, catalog.MaxPage)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := e.Sweep(ctx); err == nil || store.calls > 41 {
+		t.Errorf("a pass that was cancelled: %v, %d pages", err, store.calls-40)
+	}
 }

@@ -17,6 +17,9 @@ import (
 // Repair puts back what the survey found, in the coordinator's name, and leaves the catalog suspended.
 // What it did, or why it could not, is in the findings.
 func (r *Repairer) Repair(ctx context.Context, epoch fence.Epoch, s *Survey) error {
+	if r.Light {
+		return errs.New(errs.InternalError, "a light survey has nothing to repair from")
+	}
 	left := make([]*Finding, 0, len(s.Findings))
 	slices.SortFunc(s.Findings, order)
 	for i := range s.Findings {

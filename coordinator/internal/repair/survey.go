@@ -84,7 +84,13 @@ type Repairer struct {
 	Store catalog.Store
 	Nodes Nodes
 	Log   *slog.Logger
+	// Light surveys are for looking alone: they keep no bodies, so that much that was lost costs little memory. They cannot be
+	// repaired from.
+	Light bool
 }
+
+// maxKnown bounds how many points a survey remembers the relation of.
+const maxKnown = 10_000
 
 // Survey is what the journals have that the catalog lost.
 type Survey struct {
@@ -154,10 +160,16 @@ func (r *Repairer) read(ctx context.Context, node string, known map[catalog.Poin
 				if relation, err = r.Store.Compare(ctx, e.Point); err != nil {
 					return err
 				}
+				if len(known) >= maxKnown {
+					clear(known)
+				}
 				known[e.Point] = relation
 			}
 			if !relation.Missing() {
 				continue
+			}
+			if r.Light {
+				e.Record.Body, e.Record.Refs = nil, nil
 			}
 			if old, ok := lost[e.Record.Key]; !ok || newer(e, old) {
 				lost[e.Record.Key] = e
