@@ -167,11 +167,15 @@ func (a *App) files() (*pki.Source, *auth.Authenticator, error) {
 	return source, keys, err
 }
 
+// replyTime is how long the catalog's server may take to answer. One that is not heard any more must not keep a coordinator for long
+// that is to step back.
+const replyTime = 10 * time.Second
+
 // open opens the catalog, which refuses a server that is not durable.
 func (a *App) open(ctx context.Context) error {
 	if a.store == nil {
 		o := redis.Options{Address: a.cfg.Redis.Address, Username: a.cfg.Redis.Username, Password: a.cfg.Redis.Password.Reveal(),
-			DB: a.cfg.Redis.DB, Catalog: a.cfg.Redis.Catalog, Retention: catalog.Retention{Receipts: a.cfg.Operations.Life}}
+			DB: a.cfg.Redis.DB, Catalog: a.cfg.Redis.Catalog, ReplyTimeout: replyTime, Retention: catalog.Retention{Receipts: a.cfg.Operations.Life}}
 		if a.cfg.Redis.CA != "" {
 			pem, err := os.ReadFile(a.cfg.Redis.CA)
 			if err != nil {

@@ -31,7 +31,12 @@ import (
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if conf := os.Getenv(childEnv); conf != "" {
+		os.Exit(child(conf))
+	}
+	goleak.VerifyTestMain(m)
+}
 
 func quiet() *slog.Logger { return slog.New(slog.DiscardHandler) }
 

@@ -36,6 +36,7 @@ type fakeNode struct {
 	words map[string]chan string // what ReadOutput says of a process
 	ports map[uint32]string      // where what listens inside is
 	hold  chan struct{}          // a resume waits for it, if it is not nil
+	save  func(context.Context)  // what a checkpoint does first, if it is not nil
 	feed  chan struct{}          // lets a process "greedy" take input
 	came  atomic.Int64           // attachments that there were
 	there atomic.Int64           // and are
@@ -255,7 +256,10 @@ func (n *fakeNode) ListProcesses(context.Context, *dormousev1.ListProcessesReque
 	return &dormousev1.ListProcessesResponse{Processes: []*dormousev1.Process{{ProcessId: "p1"}}}, nil
 }
 
-func (n *fakeNode) CheckpointSandbox(_ context.Context, req *nodev1.CheckpointSandboxRequest) (*nodev1.CheckpointSandboxResponse, error) {
+func (n *fakeNode) CheckpointSandbox(ctx context.Context, req *nodev1.CheckpointSandboxRequest) (*nodev1.CheckpointSandboxResponse, error) {
+	if n.save != nil {
+		n.save(ctx)
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	o := &nodev1.SnapshotObservation{Uid: req.GetSnapshotUid(), Tenant: req.GetCommand().GetTenant(), SourceSandboxUid: req.GetUid(), SizeBytes: 5}

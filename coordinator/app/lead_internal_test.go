@@ -112,3 +112,14 @@ func TestLeaseOfAnotherEndsTheTerm(t *testing.T) {
 		t.Errorf("it ended after %s: %v", ran, err)
 	}
 }
+
+// Under the default settings a standby leads in less than ten seconds: the lease of one that is not heard any more lives for at most its
+// TTL, and a standby asks at least each longest nap. What is left is for reading the catalog, and for nodes to dial.
+func TestC22TakeoverIsBoundedByTheSettings(t *testing.T) {
+	ttl := DefaultConfig().Lease.TTL
+	bound := ttl + 2*min(ttl/6, longestNap/2)
+	t.Logf("leases live %s, a standby asks each %s at the latest: it has the lease within %s", ttl, 2*min(ttl/6, longestNap/2), bound)
+	if bound > 7*time.Second {
+		t.Errorf("the lease may take %s of 10s", bound)
+	}
+}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
@@ -41,7 +42,9 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 	for {
 		back := e.cfg.Nodes.Changed() // before the call, so that a node that comes back during it counts
 		nodeFault(step, "before")
-		err := f(ctx, cmd)
+		asking, done := t.budget(ctx)
+		err := f(asking, cmd)
+		done()
 		nodeFault(step, "after")
 		if err == nil {
 			return nil
@@ -73,6 +76,30 @@ func (e *Engine) call(ctx context.Context, t *task, node, step string, f func(co
 			return err
 		}
 	}
+}
+
+// nodeBudget is how long a node works at a command of which it is not said how long it may take: see package runner. Operations outlive
+// their callers, so that a caller's deadline makes it longer, never shorter.
+const nodeBudget = 10 * time.Minute
+
+// allow notes how long a caller is ready to wait.
+func (t *task) allow(caller context.Context) {
+	deadline, ok := caller.Deadline()
+	for ok {
+		old := t.until.Load()
+		if old != nil && !deadline.After(*old) || t.until.CompareAndSwap(old, &deadline) {
+			return
+		}
+	}
+}
+
+// budget is the context of a call to a node. It has a deadline, which travels with the call, where a caller has more left than the node
+// would give.
+func (t *task) budget(ctx context.Context) (context.Context, context.CancelFunc) {
+	if until := t.until.Load(); until != nil && time.Until(*until) > nodeBudget {
+		return context.WithDeadline(ctx, *until)
+	}
+	return context.WithCancel(ctx)
 }
 
 // nodeFault is the fault point on one side of a command: steps are verb:uid.

@@ -111,6 +111,7 @@ type task struct {
 	active  atomic.Bool
 	done    chan struct{}
 	last    atomic.Pointer[errs.Error] // the last passing failure, for callers that stop waiting
+	until   atomic.Pointer[time.Time]  // the latest deadline of its callers; nil: none said one
 }
 
 // flight is one start or restore that a deletion may interrupt.

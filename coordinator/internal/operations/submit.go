@@ -164,6 +164,7 @@ func (e *Engine) await(ctx context.Context, op *Operation, secrets map[string]st
 	if t == nil {
 		return nil, lostTerm(op)
 	}
+	t.allow(ctx)
 	ctx, cancel := beforeDeadline(ctx)
 	defer cancel()
 	select {

@@ -52,13 +52,28 @@ type session struct {
 	stream nodev1.SessionService_SessionServer
 }
 
-// Session implements nodev1.SessionServiceServer.
+// Session implements nodev1.SessionServiceServer. It ends with the term at once, so that the node dials the next leader, even while
+// something of it still waits for the catalog: a connection that carries nothing may keep it for longer than a takeover may last.
 func (r *Registry) Session(stream nodev1.SessionService_SessionServer) error {
 	t, err := r.lead()
 	if err != nil {
 		return err
 	}
-	defer t.wg.Done()
+	over := make(chan error, 1)
+	go func() { // the term waits for it
+		defer t.wg.Done()
+		over <- r.session(stream, t)
+	}()
+	select {
+	case err := <-over:
+		return err
+	case <-t.ctx.Done():
+		return ended(t.ctx)
+	}
+}
+
+// session holds a node's session, until the node, the term or a newer session ends it.
+func (r *Registry) session(stream nodev1.SessionService_SessionServer, t *term) error {
 	name, err := r.cfg.PeerNode(stream.Context())
 	if err != nil {
 		return err
