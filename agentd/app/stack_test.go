@@ -38,6 +38,8 @@ type bench struct {
 	process dormousev1.ProcessServiceClient
 	debug   nodev1.DebugServiceClient
 	coord   *coordinator
+
+	stopCoordinator func()
 }
 
 var built struct {
@@ -166,10 +168,11 @@ func (b *bench) serveCoordinator() {
 		defer close(done)
 		_ = server.Serve(l) // ends with Stop
 	}()
-	b.t.Cleanup(func() {
+	b.stopCoordinator = func() {
 		server.Stop()
 		<-done
-	})
+	}
+	b.t.Cleanup(b.stopCoordinator)
 }
 
 // startAgentd starts agentd and waits until it has a session.

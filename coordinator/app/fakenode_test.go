@@ -37,6 +37,7 @@ type fakeNode struct {
 	ports map[uint32]string      // where what listens inside is
 	hold  chan struct{}          // a resume waits for it, if it is not nil
 	save  func(context.Context)  // what a checkpoint does first, if it is not nil
+	begin func(uid string)       // what a start does first, if it is not nil
 	feed  chan struct{}          // lets a process "greedy" take input
 	came  atomic.Int64           // attachments that there were
 	there atomic.Int64           // and are
@@ -194,6 +195,9 @@ func (n *fakeNode) run(c *nodev1.Command, uid, from string) (*nodev1.SandboxObse
 }
 
 func (n *fakeNode) StartSandbox(_ context.Context, req *nodev1.StartSandboxRequest) (*nodev1.StartSandboxResponse, error) {
+	if n.begin != nil {
+		n.begin(req.GetUid())
+	}
 	if req.GetSpec().GetImage() == "registry.test/missing:1" {
 		return nil, errs.New(errs.ImageNotFound, "the registry has no such image").With("image", req.GetSpec().GetImage())
 	}

@@ -66,17 +66,32 @@ func (r *rig) held(server *redistest.Server, kind catalog.Kind) *heldStore {
 	return s
 }
 
-func (r *rig) ready() int {
+// ask asks the admin socket.
+func (r *rig) ask(path string) (int, string) {
 	r.t.Helper()
 	way := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, "unix", r.cfg.Admin)
 	}}
-	resp, err := (&http.Client{Transport: way}).Get("http://coordinator/readyz")
+	resp, err := (&http.Client{Transport: way}).Get("http://coordinator" + path)
 	if err != nil {
 		r.t.Fatal(err)
 	}
 	defer func() { _ = resp.Body.Close() }() // nothing more to read
-	return resp.StatusCode
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return resp.StatusCode, string(body)
+}
+
+func (r *rig) ready() int {
+	code, _ := r.ask("/readyz")
+	return code
+}
+
+func (r *rig) adminPage(path string) string {
+	_, body := r.ask(path)
+	return body
 }
 
 // Whether a coordinator is ready does not depend on who is writing its view of the catalog: it is asked while a term reads it,
