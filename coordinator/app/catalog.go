@@ -2,6 +2,7 @@ package app
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -87,6 +88,7 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if !t.suspended {
 		return nil, errs.New(errs.NoLeader, "the coordinator is about to lead anew, to repair the catalog; ask again")
 	}
+	generation, _ := a.store.Generation()
 	survey, err := a.repairer().Survey(ctx, a.knownNodes())
 	if err != nil {
 		return nil, err
@@ -114,8 +116,14 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if left && !acceptLoss {
 		return survey.Findings, errs.New(errs.CatalogRewound, "some of what the catalog lost could not be put back; look at it with \"dormouse admin catalog verify\", then go on without with \"dormouse admin catalog repair --accept-loss\"")
 	}
+	if now, _ := a.store.Generation(); now != generation {
+		return survey.Findings, errs.New(errs.StoreUnavailable, "the catalog's server was replaced during the repair, which begins again; ask again")
+	}
 	fault.At("catalog.resume.before")
 	if err := a.store.Resume(ctx, t.epoch); err != nil {
+		if errs.Has(err, errs.CatalogRewound) { // it came back older once more: what was put back is lost, too, and the repair begins again
+			err = errors.Join(err, a.suspend(ctx, t.epoch, a.cfg.Holder, a.store.Seen()))
+		}
 		return survey.Findings, err
 	}
 	fault.At("catalog.resume.after")

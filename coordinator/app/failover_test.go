@@ -191,7 +191,7 @@ func (r *rig) traffic(clients ...dormousev1.SandboxServiceClient) *traffic {
 			select {
 			case <-tr.stop:
 				return
-			case <-time.After(5 * time.Millisecond):
+			case <-time.After(50 * time.Millisecond):
 			}
 		}
 	})
@@ -292,6 +292,7 @@ func pausedCoordinator(t *testing.T, ttl, pause time.Duration) {
 	r.app.Stop()
 	first := r.process(server, ttl)
 	n := newFakeNode(t, r.pki, "n1")
+	n.times = 1000
 	old := r.at(first.grpc, r.user)
 	eventually(t, "the first leads", func() bool { return n.dialFor(t.Context(), first.node) })
 	if _, err := old.CreateSandbox(context.Background(), box("made-before")); err != nil {
@@ -351,6 +352,7 @@ func TestC22HalfOpenConnection(t *testing.T) {
 	t.Cleanup(first.Stop)
 	eventually(t, "the first leads", first.Leading)
 	n := newFakeNode(t, r.pki, "n1")
+	n.times = 1000
 	if err := n.dial(first.Addresses("node")[0], 20*time.Millisecond); err != nil {
 		t.Fatal(err)
 	}

@@ -38,6 +38,7 @@ type fakeNode struct {
 	hold  chan struct{}          // a resume waits for it, if it is not nil
 	save  func(context.Context)  // what a checkpoint does first, if it is not nil
 	begin func(uid string)       // what a start does first, if it is not nil
+	times int64                  // how large it is, in usual ones; 0 is 1
 	feed  chan struct{}          // lets a process "greedy" take input
 	came  atomic.Int64           // attachments that there were
 	there atomic.Int64           // and are
@@ -108,7 +109,8 @@ func (n *fakeNode) dial(coordinator string, beat time.Duration) error {
 	}
 	n.mu.Lock()
 	hello := &nodev1.Hello{Node: n.name, Address: n.addr, Version: "test", Architecture: "amd64", HighestCoordinatorEpoch: n.epoch, Witness: n.witness,
-		Allocatable: &dormousev1.NodeResources{CpuMillis: 4000, MemoryBytes: 8 << 30, DiskBytes: 100 << 30, Sandboxes: 1000}, Inventory: n.inventory()}
+		Allocatable: &dormousev1.NodeResources{CpuMillis: 4000 * max(n.times, 1), MemoryBytes: 8 << 30 * max(n.times, 1), DiskBytes: 100 << 30 * max(n.times, 1), Sandboxes: 1000 * max(n.times, 1)},
+		Inventory:   n.inventory()}
 	n.mu.Unlock()
 	if err := stream.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_Hello{Hello: hello}}); err != nil {
 		_, err = stream.Recv()

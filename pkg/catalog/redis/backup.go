@@ -122,6 +122,11 @@ func (s *Store) step(ctx context.Context, script *goredis.Script, args []any, co
 	if err != nil {
 		return err
 	}
+	return stepped(reply, coordinator)
+}
+
+// stepped reads the reply to a step.
+func stepped(reply any, coordinator fence.Epoch) error {
 	if row, ok := reply.([]any); ok && len(row) == 2 {
 		why, _ := row[1].(string)
 		switch row[0] {
@@ -134,6 +139,6 @@ func (s *Store) step(ctx context.Context, script *goredis.Script, args []any, co
 			return catalog.NotEmpty(catalog.Kind(why))
 		}
 	}
-	_, err = granted(reply, coordinator)
+	_, err := granted(reply, coordinator)
 	return err
 }

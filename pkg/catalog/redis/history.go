@@ -9,6 +9,7 @@ import (
 	goredis "github.com/redis/go-redis/v9"
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 )
 
@@ -129,7 +130,24 @@ func (s *Store) Suspend(ctx context.Context, coordinator fence.Epoch, why catalo
 
 // Resume implements catalog.Store.
 func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
-	if err := s.step(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString()}, coordinator); err != nil {
+	seen := s.Seen()
+	reply, err := s.eval(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString(), dec(seen.Seq), seen.Digest})
+	if err != nil {
+		return err
+	}
+	if row, ok := reply.([]any); ok && len(row) == 2 {
+		switch row[0] {
+		case int64(4):
+			return catalog.Refusal(errs.CatalogRewound)
+		case int64(5): // this resumed it before, or the server lost the suspension, too
+			relation, err := s.Compare(ctx, seen)
+			if err == nil && relation.Missing() {
+				err = catalog.Refusal(errs.CatalogRewound)
+			}
+			return err
+		}
+	}
+	if err := stepped(reply, coordinator); err != nil {
 		return err
 	}
 	return s.goOn(ctx) // what was lost is settled

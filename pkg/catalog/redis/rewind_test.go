@@ -227,3 +227,45 @@ func TestC21_WitnessRemembers(t *testing.T) {
 		t.Errorf("its commit: %v, %v", results, err)
 	}
 }
+
+// A server that comes back older once more, in the middle of a repair, is not taken into service: what was put back is not there.
+func TestC17_ResumeWantsWhatWasPutBack(t *testing.T) {
+	server := redistest.Start(t)
+	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
+	f.Must(catalogtest.Create(catalogtest.Sandbox("there")))
+	head := f.Seen()
+	lost := catalog.Point{Incarnation: head.Incarnation, Seq: head.Seq + 5, Digest: "of what was lost"}
+	if err := f.Suspend(t.Context(), f.Owner.Coordinator, catalog.Suspension{By: "n1", Witness: lost}); err != nil {
+		t.Fatal(err)
+	}
+	server.Kill(t)
+	kept := server.Copy(t)
+	server.Restart(t)
+	results, err := f.Commit(t.Context(), []catalog.Commit{{Repair: true, Owner: f.Owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox("put-back"))}}})
+	if err != nil || results[0].Err != nil {
+		t.Fatal(results, err)
+	}
+	server.Kill(t)
+	server.Rewind(t, kept)
+	server.Restart(t)
+	if err := f.Resume(t.Context(), f.Owner.Coordinator); !errs.Has(err, errs.CatalogRewound) {
+		t.Errorf("without what was put back: %v", err)
+	}
+	if st, err := f.Status(t.Context()); err != nil || st.Suspended == nil {
+		t.Errorf("%+v, %v", st, err)
+	}
+	// The repair begins again, once what it had put back counts as lost.
+	if err := f.Suspend(t.Context(), f.Owner.Coordinator, catalog.Suspension{By: "again", Witness: f.Seen()}); err != nil {
+		t.Fatal(err)
+	}
+	results, err = f.Commit(t.Context(), []catalog.Commit{{Repair: true, Owner: f.Owner, Puts: []catalog.Put{catalogtest.Create(catalogtest.Sandbox("put-back"))}}})
+	if err != nil || results[0].Err != nil {
+		t.Fatal(results, err)
+	}
+	if err := f.Resume(t.Context(), f.Owner.Coordinator); err != nil {
+		t.Error(err)
+	}
+	if st, err := f.Status(t.Context()); err != nil || st.Suspended != nil {
+		t.Errorf("%+v, %v", st, err)
+	}
+}
