@@ -2,7 +2,6 @@ package app
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -121,10 +120,7 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	}
 	fault.At("catalog.resume.before")
 	if err := a.store.Resume(ctx, t.epoch); err != nil {
-		if errs.Has(err, errs.CatalogRewound) { // it came back older once more: what was put back is lost, too, and the repair begins again
-			err = errors.Join(err, a.suspend(ctx, t.epoch, a.cfg.Holder, a.store.Seen()))
-		}
-		return survey.Findings, err
+		return survey.Findings, err // CATALOG_REWOUND: it came back older once more, and the repair begins again
 	}
 	fault.At("catalog.resume.after")
 	a.metrics.repairs.Inc()

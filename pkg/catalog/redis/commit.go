@@ -40,6 +40,9 @@ func (s *Store) Commit(ctx context.Context, batch []catalog.Commit) ([]catalog.R
 		if results[i], digest, err = decodeResult(&batch[i], rows[n]); err != nil {
 			return nil, lostReply(err)
 		}
+		if digest != "" && batch[i].Repair {
+			s.putBack.Store(&catalog.Point{Incarnation: last.Incarnation, Seq: results[i].Seq, Digest: digest})
+		}
 		if digest != "" && !batch[i].Repair { // a repair may be of a server that is another catalog than the one seen
 			last.Seq, last.Digest = results[i].Seq, digest
 		}

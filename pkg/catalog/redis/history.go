@@ -130,8 +130,11 @@ func (s *Store) Suspend(ctx context.Context, coordinator fence.Epoch, why catalo
 
 // Resume implements catalog.Store.
 func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
-	seen := s.Seen()
-	reply, err := s.eval(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString(), dec(seen.Seq), seen.Digest})
+	var back catalog.Point
+	if p := s.putBack.Swap(nil); p != nil { // if it is not there, it is put back anew
+		back = *p
+	}
+	reply, err := s.eval(ctx, resumeScript, []any{string(s.keys), dec(uint64(coordinator)), uuid.NewString(), dec(back.Seq), back.Digest})
 	if err != nil {
 		return err
 	}
@@ -140,7 +143,7 @@ func (s *Store) Resume(ctx context.Context, coordinator fence.Epoch) error {
 		case int64(4):
 			return catalog.Refusal(errs.CatalogRewound)
 		case int64(5): // this resumed it before, or the server lost the suspension, too
-			relation, err := s.Compare(ctx, seen)
+			relation, err := s.Compare(ctx, s.Seen())
 			if err == nil && relation.Missing() {
 				err = catalog.Refusal(errs.CatalogRewound)
 			}

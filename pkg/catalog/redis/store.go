@@ -105,6 +105,7 @@ type Store struct {
 	server      string
 	incarnation atomic.Pointer[string]
 	seen        atomic.Pointer[catalog.Point] // nil: nothing
+	putBack     atomic.Pointer[catalog.Point] // by the repair that goes on, the last; nil: nothing
 	holder      atomic.Pointer[string]        // nil: no lease was granted through this store
 
 	mu         sync.Mutex
