@@ -63,7 +63,11 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
+<<<<<<< HEAD
 .PHONY: test race crash-matrix soak load-smoke load-1024 load-node fault-run lint gen gen-check
+=======
+.PHONY: test race crash-matrix robustness soak lint gen gen-check
+>>>>>>> 61d4460 (robustness: traffic, faults and a checker for whole histories; agentd without a machine; a call's outcome is that of all attempts)
 SOAK ?= 10m
 SOAKFLAGS ?=
 LOADFLAGS ?=
@@ -78,6 +82,8 @@ race: tools ## the race detector, on the packages that are concurrent and need n
 	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
 crash-matrix: tools images ## kill the daemons at every fault point, and a thousand interleavings
 	@scripts/crash-matrix.sh
+robustness: tools ## clients, faults and a checker: SEEDS (20), or DURATION of new ones, or one SEED; OUT gets the reports
+	@SEEDS=$(SEEDS) DURATION=$(DURATION) SEED=$(SEED) OUT=$(abspath $(OUT)) go test ./test/robustness -run '^TestC30' -count=1 -v -timeout 0
 soak: tools images build bundle ## thirty sandboxes, everything at random, daemons killed, for SOAK (10m)
 	@bin/soak --duration $(SOAK) $(SOAKFLAGS)
 load-smoke: tools images build bundle ## 48 sandboxes checkpointed and restored at once, twice

@@ -125,16 +125,18 @@ func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]strin
 func (b bearer) RequireTransportSecurity() bool { return !b.local }
 
 // retry calls until it succeeds, or the error does not allow another attempt, or there were enough.
-// Each fn is a read or carries an operation id.
+// Each fn is a read or carries an operation id. An attempt whose outcome is unknown is not undone by a later one that was not
+// started: the outcome of all together is unknown.
 func retry[T any](ctx context.Context, fn func(context.Context) (T, error)) (T, error) {
-	backoff := firstBackoff
+	backoff, unknown := firstBackoff, false
 	for attempt := 1; ; attempt++ {
 		v, err := fn(ctx)
 		if err == nil || attempt == maxAttempts || !again(ctx, err) {
-			return v, err
+			return v, errs.OfAll(err, unknown)
 		}
+		unknown = unknown || !errs.NotStartedFor(err)
 		if sleep(ctx, backoff/2+rand.N(backoff)) != nil {
-			return v, err
+			return v, errs.OfAll(err, unknown)
 		}
 		backoff *= 3
 	}

@@ -107,3 +107,16 @@ func (s *server) RemoveFile(ctx context.Context, r *dormousev1.RemoveFileRequest
 func (s *server) MoveFile(ctx context.Context, r *dormousev1.MoveFileRequest) (*dormousev1.MoveFileResponse, error) {
 	return &dormousev1.MoveFileResponse{}, s.call(ctx, "Move", r.GetPath())
 }
+
+// An attempt that was not started does not undo one whose outcome is unknown.
+func TestTheOutcomeIsOfAllAttempts(t *testing.T) {
+	s, c := local(t)
+	for _, last := range []errs.Reason{errs.NoLeader, errs.NameTaken} {
+		s.answers["Delete"] = []error{errs.New(errs.ReplyLost, "lost"), errs.New(last, "refused"), errs.New(last, "refused"), errs.New(last, "refused")}
+		err := c.Sandbox("u").Delete(t.Context(), "")
+		if e := errs.From(err); e.Reason != last || e.Outcome != errs.Unknown {
+			t.Errorf("%s after a lost reply: %v, %s", last, err, e.Outcome)
+		}
+		s.answers["Delete"] = nil
+	}
+}

@@ -206,3 +206,17 @@ func NotStartedFor(err error) bool {
 	var e *Error
 	return errors.As(err, &e) && e.Outcome == NotStarted
 }
+
+// OfAll gives the error of a call that was made again: where the outcome of an earlier attempt is unknown, that the last one was
+// not started says nothing of all together.
+func OfAll(last error, unknown bool) error {
+	var e *Error
+	if !unknown || !errors.As(last, &e) || e.Outcome != NotStarted {
+		return last
+	}
+	retry := e.Retry
+	if retry == AfterBackoff {
+		retry = SameOperation
+	}
+	return e.WithOutcome(Unknown, retry)
+}

@@ -120,3 +120,22 @@ func TestFromForeignErrors(t *testing.T) {
 		t.Error("nil became an error")
 	}
 }
+
+func TestOfAll(t *testing.T) {
+	if OfAll(nil, true) != nil {
+		t.Error("no error became one")
+	}
+	refused := New(NoLeader, "nobody")
+	if e := From(OfAll(refused, false)); e.Outcome != NotStarted || e.Retry != AfterBackoff {
+		t.Errorf("the only attempt: %s, %s", e.Outcome, e.Retry)
+	}
+	if e := From(OfAll(refused, true)); e.Outcome != Unknown || e.Retry != SameOperation || e.Reason != NoLeader {
+		t.Errorf("after one of unknown outcome: %s, %s, %s", e.Reason, e.Outcome, e.Retry)
+	}
+	if e := From(OfAll(New(NameTaken, "taken"), true)); e.Outcome != Unknown || e.Retry != Never {
+		t.Errorf("a conflict after one of unknown outcome: %s, %s", e.Outcome, e.Retry)
+	}
+	if e := From(OfAll(New(ObjectNotFound, "gone"), true)); e.Outcome != Terminal {
+		t.Errorf("what is gone for good: %s", e.Outcome)
+	}
+}

@@ -171,16 +171,19 @@ func (f *Forwarder) Stream() grpc.StreamServerInterceptor {
 func (f *Forwarder) try(ctx context.Context, here func() (any, error), there func(*grpc.ClientConn, context.Context) (any, error), may func() bool) (any, error) {
 	end := time.NewTimer(f.cfg.Patience)
 	defer end.Stop()
+	unknown := false // the outcome of an earlier attempt
 	for {
 		resp, err := here()
 		if !errs.Has(err, errs.NoLeader) || passedOn(ctx) || !may() {
-			return resp, err
+			return resp, errs.OfAll(err, unknown)
 		}
+		unknown = unknown || !errs.NotStartedFor(err)
 		if cc, callCtx, nobody := f.leader(ctx); nobody == nil {
 			resp, err = there(cc, callCtx)
 			if !errs.Has(err, errs.NoLeader) && !errs.Has(err, errs.ReplyLost) || !may() {
-				return resp, err
+				return resp, errs.OfAll(err, unknown)
 			}
+			unknown = unknown || !errs.NotStartedFor(err)
 		}
 		pause := time.NewTimer(again)
 		select {
@@ -190,7 +193,7 @@ func (f *Forwarder) try(ctx context.Context, here func() (any, error), there fun
 		case <-ctx.Done():
 		}
 		pause.Stop()
-		return nil, err
+		return nil, errs.OfAll(err, unknown)
 	}
 }
 

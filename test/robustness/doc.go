@@ -1,0 +1,54 @@
+// Package robustness has clients use a whole control plane while faults strike it, and checks afterwards that every answer
+// was true (requirement C30).
+//
+//	make robustness                     twenty seeds, as in CI
+//	make robustness SEED=7 OUT=folder   one seed again, with its report, history and logs
+//	make robustness DURATION=1h         new seeds for so long
+//
+// # The system
+//
+// A Redis server, two coordinators of the released binary and two nodes. The server and the coordinators are processes, which faults kill
+// and stop; each coordinator reaches the server over a link that the test owns. The nodes are package agentd/simulated: sessions,
+// commands, records, journals and the runner are agentd's own, only runtime, guests and images are not there. Each run has a system of its own.
+//
+// # Traffic and outcomes
+//
+// Clients (pkg/client) create volumes, attach them (create a sandbox with one), publish (checkpoint it), detach, delete, get, list,
+// give names again, and repeat operations, in eight cells of objects that have nothing to do with each other. What an answer means
+// is the contract of the error envelope, and the model takes it at its word:
+//
+//	a result                     applied: accepted, then finished, within the call
+//	an operation that Failed     accepted, failed, and let go of, within the call
+//	a conflict, not_started      not applied, and its reason was true at some moment of the call
+//	any other, not_started       not applied; whoever finds it applied has caught a lie
+//	unknown                      maybe applied, at any time from the call on, or never. Most are asked for again with the
+//	                             same operation id until they are answered; a few in each cell stay unknown
+//
+// Whether a repeated operation gives the same object, and whether one operation made two, is seen without the model: each object
+// carries the id of the operation that made it as a label.
+//
+// # The model
+//
+// The state of a cell is one small number for each object (not there, being made, ready, being deleted, gone ...), and what is not
+// known is a set of states. A client's operation is several atomic steps within its call, since a Get may see an object that is Creating. porcupine
+// looks for an order of the steps that the model allows. A list is no read of one moment (nor does it claim to be): each object in it is
+// read by itself, and is checked in a history of that object alone. A history that is not checked within two minutes is a failure.
+// Beside it the change log is checked: each sequence once, by epochs that never go back.
+//
+// # Faults
+//
+//	server killed, stopped; its disk full; back with a copy of some operations ago; back with its log cut off
+//	connections cut, refused, slow; replies torn in the middle; replies lost while their requests are done
+//	coordinator killed, or stopped for two leases: the leader, or the other
+//	session of a node replaced: its agentd ends, another goes on with its files and sandboxes
+//
+// Before the server comes back older (C21) the traffic stops until the nodes' journals have everything, and the standby is kept away: then
+// nothing may be lost, and the catalog has to go on by itself. What is not promised is not checked: of tombstones, which are not
+// rebuilt, who has a deleted object's name now.
+//
+// # What a seed says
+//
+// Each client's choices (what, where, on which of the objects that it knows, through which coordinator, whether to ask again), and which
+// faults strike whom, after how many operations, for how long. Not how the processes and clients are scheduled: a seed that found something is likely to
+// find it again, not certain. Nothing is asserted of time; what is waited for is waited for minutes.
+package robustness

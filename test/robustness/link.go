@@ -1,0 +1,156 @@
+package robustness
+
+import (
+	"errors"
+	"net"
+	"os"
+	"sync"
+	"time"
+)
+
+// link is a way from one coordinator to the server, which the faults cut, slow down and hold up.
+type link struct {
+	socket, upstream string
+	listener         net.Listener
+	wg               sync.WaitGroup
+
+	mu      sync.Mutex
+	closed  bool
+	conns   map[net.Conn]bool
+	refuse  bool          // new connections end at once
+	mute    bool          // requests reach the server, its replies are dropped
+	delay   time.Duration // before each reply
+	tearing int           // so many of the next replies are torn and their connections reset
+}
+
+func newLink(socket, upstream string) (*link, error) {
+	l := &link{socket: socket, upstream: upstream, conns: make(map[net.Conn]bool)}
+	var err error
+	if l.listener, err = net.Listen("unix", socket); err != nil {
+		return nil, err
+	}
+	l.wg.Go(l.accept)
+	return l, nil
+}
+
+func (l *link) close() error {
+	l.mu.Lock()
+	l.closed = true
+	l.mu.Unlock()
+	err := l.listener.Close()
+	l.cut()
+	l.wg.Wait()
+	return err
+}
+
+// cut ends all connections; new ones are made as they come.
+func (l *link) cut() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for c := range l.conns {
+		c.Close()
+	}
+}
+
+// set changes how it treats what passes.
+func (l *link) set(change func(*link)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	change(l)
+}
+
+// track remembers a connection, unless the link takes none.
+func (l *link) track(c net.Conn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || l.refuse {
+		return false
+	}
+	l.conns[c] = true
+	return true
+}
+
+func (l *link) forget(c net.Conn) {
+	c.Close()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.conns, c)
+}
+
+func (l *link) accept() {
+	for {
+		c, err := l.listener.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil || !l.track(c) {
+			if c != nil {
+				c.Close()
+			}
+			continue
+		}
+		l.wg.Go(func() { l.serve(c) })
+	}
+}
+
+func (l *link) serve(client net.Conn) {
+	defer l.forget(client)
+	server, err := net.Dial("unix", l.upstream)
+	if err != nil {
+		return
+	}
+	defer l.forget(server)
+	if !l.track(server) {
+		return
+	}
+	l.wg.Go(func() { // ends when either side is closed
+		defer client.Close()
+		defer server.Close()
+		buf := make([]byte, 64<<10)
+		for {
+			n, err := server.Read(buf)
+			if n > 0 && !l.pass(client, buf[:n]) {
+				return
+			}
+			if err != nil {
+				return
+			}
+		}
+	})
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := client.Read(buf)
+		if n > 0 {
+			if _, err := server.Write(buf[:n]); err != nil {
+				return
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// pass hands a piece of a reply on, as the faults allow. False ends the connection.
+func (l *link) pass(client net.Conn, piece []byte) bool {
+	l.mu.Lock()
+	delay, mute, tear := l.delay, l.mute, false
+	if !mute && l.tearing > 0 {
+		l.tearing--
+		tear = true
+	}
+	l.mu.Unlock()
+	switch {
+	case mute:
+		return true
+	case tear:
+		_, _ = client.Write(piece[:len(piece)/2]) // it ends in the middle, whatever comes of it
+		return false
+	}
+	if delay > 0 {
+		timer := time.NewTimer(delay) // longer by this is what the fault is for
+		<-timer.C
+	}
+	_, err := client.Write(piece)
+	return err == nil || errors.Is(err, os.ErrDeadlineExceeded)
+}

@@ -1,0 +1,125 @@
+package robustness
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	goredis "github.com/redis/go-redis/v9"
+	"golang.org/x/sys/unix"
+
+	"github.com/dormouse-run/dormouse/test/tools"
+)
+
+// diskSize is that of the file system that the server's data are on.
+const diskSize = 64 << 20
+
+// redisServer is a durable server whose data are on a disk of its own.
+type redisServer struct {
+	process
+	socket string
+	disk   string // a tmpfs
+	client *goredis.Client
+}
+
+func newRedis(dir string) (*redisServer, error) {
+	program, err := tools.Find("redis-server")
+	if err != nil {
+		return nil, err
+	}
+	s := &redisServer{socket: filepath.Join(dir, "r.sock"), disk: filepath.Join(dir, "disk")}
+	if err := os.Mkdir(s.disk, 0o700); err != nil {
+		return nil, err
+	}
+	if err := unix.Mount("tmpfs", s.disk, "tmpfs", 0, fmt.Sprintf("size=%d,mode=0700", diskSize)); err != nil {
+		return nil, fmt.Errorf("mount the server's disk: %w", err)
+	}
+	s.process = process{path: program, log: filepath.Join(dir, "redis.log"), args: []string{
+		"--port", "0", "--unixsocket", s.socket, "--unixsocketperm", "700", "--dir", s.disk, "--daemonize", "no",
+		"--save", "", "--appendonly", "yes", "--appendfsync", "always", "--auto-aof-rewrite-percentage", "0",
+	}}
+	// It asks the server itself, past the links, and is patient with nothing.
+	s.client = goredis.NewClient(&goredis.Options{Network: "unix", Addr: s.socket, MaxRetries: -1, DialTimeout: time.Second, ReadTimeout: time.Second})
+	return s, nil
+}
+
+// up starts the server and waits until it has loaded its data.
+func (s *redisServer) up(ctx context.Context) error {
+	if err := s.start(); err != nil {
+		return err
+	}
+	return until(ctx, "the server answers", func() error { return s.client.Ping(ctx).Err() })
+}
+
+func (s *redisServer) close() error {
+	return errors.Join(s.client.Close(), s.kill(), unix.Unmount(s.disk, unix.MNT_DETACH))
+}
+
+func (s *redisServer) data() string { return filepath.Join(s.disk, "appendonlydir") }
+
+// copy gives a folder with what the server has on its disk now. It is what a running server has written, so its end may
+// be torn.
+func (s *redisServer) copy(to string) error { return os.CopyFS(to, os.DirFS(s.data())) }
+
+// rewind gives a killed server the data of an earlier copy.
+func (s *redisServer) rewind(from string) error {
+	if err := os.RemoveAll(s.data()); err != nil {
+		return err
+	}
+	return os.CopyFS(s.data(), os.DirFS(from))
+}
+
+// truncate takes so many bytes off the end of a killed server's log.
+func (s *redisServer) truncate(bytes int64) error {
+	return filepath.WalkDir(s.data(), func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, ".incr.aof") {
+			return err
+		}
+		info, err := d.Info()
+		if err != nil {
+			return err
+		}
+		return os.Truncate(path, max(info.Size()-bytes, 0))
+	})
+}
+
+// fill leaves no room on the server's disk; the function makes room again.
+func (s *redisServer) fill() (free func() error, err error) {
+	file := filepath.Join(s.disk, "full")
+	f, err := os.Create(file)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	free = func() error { return os.Remove(file) }
+	block := make([]byte, 1<<20)
+	for err == nil {
+		_, err = f.Write(block)
+	}
+	if !errors.Is(err, unix.ENOSPC) {
+		return nil, errors.Join(err, free())
+	}
+	return free, nil
+}
+
+// until polls a condition; the context is the bound.
+func until(ctx context.Context, what string, ok func() error) error {
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := ok()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("never: %s: %w", what, errors.Join(err, context.Cause(ctx)))
+		}
+	}
+}
