@@ -50,7 +50,7 @@ const (
 	seeRefs                       // a read found exactly these referrers of a volume
 	sayTaken                      // refused: the name is taken
 	sayAttached                   // refused: the volume is attached
-	sayNeeded                     // refused: snapshots refer to the volume
+	sayNeeded                     // refused: these refer to the volume
 	sayPhase                      // refused: the object is in another phase
 	sayNotFound                   // refused: there is no such object, nor one of its name
 	sayStale                      // refused: there is none, and its name is another's
@@ -294,6 +294,26 @@ func (c *cell) refers(state string, volume int, refs []int) bool {
 	return true
 }
 
+// attached tells whether the sandbox, or any if it is not known, may hold the volume.
+func (c *cell) attached(state string, volume, box int) bool {
+	for i := range c.things {
+		if _, maybe := c.holds(state, i, volume); maybe && (box < 0 || box == i) {
+			return true
+		}
+	}
+	return false
+}
+
+// referred tells whether the named ones may refer to the volume, and any does. Who holds it refers to it, too.
+func (c *cell) referred(state string, volume int, refs []int) bool {
+	for _, i := range refs {
+		if _, maybe := c.holds(state, i, volume); !maybe && !c.needs(state, i, volume) {
+			return false
+		}
+	}
+	return c.needed(state, volume) || c.attached(state, volume, -1)
+}
+
 // refuses tells whether a refusal is justified in the state.
 func (c *cell) refuses(state string, e event) bool {
 	i := e.thing
@@ -305,19 +325,9 @@ func (c *cell) refuses(state string, e event) bool {
 		}
 		return c.taken(state, t.kind, t.name)
 	case sayAttached:
-		for box := range c.things {
-			if _, maybe := c.holds(state, box, i); maybe && (e.other < 0 || e.other == box) {
-				return true
-			}
-		}
-		return false
+		return c.attached(state, i, e.other)
 	case sayNeeded:
-		for _, snapshot := range e.refs {
-			if !c.needs(state, snapshot, i) {
-				return false
-			}
-		}
-		return c.needed(state, i)
+		return c.referred(state, i, e.refs)
 	case sayPhase:
 		return slices.Contains(phases[t.kind][b], e.phase)
 	case sayNotFound:

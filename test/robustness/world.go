@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -42,7 +41,6 @@ type world struct {
 	user, operator [coordinators]*client.Client
 
 	nodes   [nodes]*simulated.Machine
-	logs    []io.Closer
 	closers []func() error
 
 	mu     sync.Mutex
