@@ -63,11 +63,7 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
-<<<<<<< HEAD
-.PHONY: test race crash-matrix soak load-smoke load-1024 load-node fault-run lint gen gen-check
-=======
-.PHONY: test race crash-matrix robustness soak lint gen gen-check
->>>>>>> 61d4460 (robustness: traffic, faults and a checker for whole histories; agentd without a machine; a call's outcome is that of all attempts)
+.PHONY: test race crash-matrix robustness soak load-smoke load-1024 load-node fault-run lint gen gen-check
 SOAK ?= 10m
 SOAKFLAGS ?=
 LOADFLAGS ?=

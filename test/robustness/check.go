@@ -123,7 +123,8 @@ func (c *checker) partition(n int) *partition {
 		if o := c.objects[r.Op]; o != nil && o.cell == n {
 			if kind, creates := created(r.Kind); creates {
 				p.index[r.Op] = len(p.things)
-				p.things = append(p.things, thing{kind: kind, name: r.Name, target: -1, loose: r.Outcome == Unknown})
+				p.things = append(p.things, thing{kind: kind, name: r.Name, target: -1, loose: r.Outcome == Unknown,
+					overtaken: r.Outcome == Failed && r.Reason == string(errs.WrongPhase)})
 			}
 		}
 	}

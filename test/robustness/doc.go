@@ -18,7 +18,8 @@
 // is the contract of the error envelope, and the model takes it at its word:
 //
 //	a result                     applied: accepted, then finished, within the call
-//	an operation that Failed     accepted, failed, and let go of, within the call
+//	an operation that Failed     accepted, failed, and let go of, within the call. One that a deletion has overtaken may have
+//	                             been seen running: the node's own report is not the operation's
 //	a conflict, not_started      not applied, and its reason was true at some moment of the call
 //	any other, not_started       not applied; whoever finds it applied has caught a lie
 //	unknown                      maybe applied, at any time from the call on, or never. Most are asked for again with the

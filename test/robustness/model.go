@@ -30,6 +30,8 @@ type thing struct {
 	name   string
 	target int  // index of the volume of a sandbox, of the sandbox of a snapshot; -1 if there is none
 	loose  bool // the outcome of its creation is unknown: it goes on, or fails, by itself
+	// overtaken: its creation failed for a deletion; its node may have told that it runs before the creation's own step did.
+	overtaken bool
 }
 
 // eventKind is an atomic step of an operation. An operation that takes several has them all in its interval, and the
@@ -221,6 +223,9 @@ func (c *cell) spontaneous(state string) []string {
 		b := at(state, i)
 		if state[i]&openBit != 0 && b == none {
 			add(c.accepts(state, i))
+		}
+		if t.overtaken && b == being {
+			add(with(state, i, ready), true)
 		}
 		if t.loose {
 			if b == being {

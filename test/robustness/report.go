@@ -26,6 +26,8 @@ type Report struct {
 	Faults  []struck
 	// Wrong is everything that was found; a run without is good.
 	Wrong []string
+	// Stuck says what did not come about within minutes, in a run that is not good either.
+	Stuck string `json:",omitempty"`
 
 	records []*Record
 }
@@ -56,7 +58,7 @@ func (r *Report) Save(dir string) error {
 	if err == nil {
 		err = os.WriteFile(filepath.Join(dir, "report.json"), data, 0o644)
 	}
-	if err != nil || len(r.Wrong) == 0 {
+	if err != nil || r.Good() {
 		return err
 	}
 	var b strings.Builder
@@ -87,8 +89,14 @@ func (r *Report) Summary() string {
 	for _, w := range r.Wrong {
 		fmt.Fprintf(&b, "  WRONG: %s\n", w)
 	}
+	if r.Stuck != "" {
+		fmt.Fprintf(&b, "  STUCK: %s\n", r.Stuck)
+	}
 	return b.String()
 }
+
+// Good tells whether the run found nothing.
+func (r *Report) Good() bool { return len(r.Wrong) == 0 && r.Stuck == "" }
 
 // Outages gives the longest time without a success of each kind of fault.
 func Outages(all []*Report) string {

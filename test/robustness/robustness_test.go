@@ -133,7 +133,7 @@ func TestC30_HistoriesAreLinearizable(t *testing.T) {
 					t.Error(err)
 				}
 				t.Log(report.Summary())
-				if len(report.Wrong) > 0 {
+				if !report.Good() {
 					t.Errorf("seed %d found something: make robustness SEED=%d OUT=folder runs it again", seed, seed)
 				}
 				if report.Operations < operations {

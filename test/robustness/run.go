@@ -1,6 +1,7 @@
 package robustness
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +29,8 @@ type Options struct {
 	Variant string
 	// Out, if it is not empty, is a folder for what helps to understand a run that found something.
 	Out string
+	// Limit of the run; minutes, if it is zero.
+	Limit time.Duration
 }
 
 // runLimit bounds one run, however slow the machine is.
@@ -36,7 +39,7 @@ const runLimit = 8 * time.Minute
 // Run makes a system, has clients use it while faults strike it, and checks what they were told. The report says what was
 // wrong; the error is of a run that could not be made.
 func Run(ctx context.Context, o Options) (report *Report, err error) {
-	ctx, cancel := context.WithTimeout(ctx, runLimit)
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(o.Limit, runLimit))
 	defer cancel()
 	began := time.Now()
 	w, err := newWorld(ctx, o.Binary, o.Variant)
@@ -44,7 +47,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 		return nil, fmt.Errorf("start the system: %w", err)
 	}
 	defer func() {
-		if o.Out != "" && (err != nil || len(report.Wrong) > 0) {
+		if o.Out != "" && (err != nil || !report.Good()) {
 			err = errors.Join(err, w.keepLogs(o.Out))
 		}
 		err = errors.Join(err, w.close())
@@ -57,15 +60,15 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 		t.sweep(ctx)
 	}
 	wrong := w.validate(ctx, t)
-	if failed != nil {
-		wrong = append(wrong, failed.Error())
-	}
 	records, objects, byUID, blamed := t.snapshot()
 	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, limit: 2 * time.Minute}
 	nonlinear, steps := c.check(cells)
 	report = newReport(o, records, f.struck)
 	report.Plan, report.Steps, report.Took = plan, steps, time.Since(began)
 	report.Wrong = append(append(wrong, blamed...), nonlinear...)
+	if failed != nil {
+		report.Stuck = failed.Error()
+	}
 	return report, nil
 }
 

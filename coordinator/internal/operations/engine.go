@@ -370,6 +370,9 @@ func (e *Engine) ended(op *Operation, failure error, fill func(*Result)) (catalo
 		if fill != nil {
 			fill(op.Result)
 		}
+		if op.Node == "" { // it was not placed when the operation was accepted
+			op.Node = op.Result.node()
+		}
 		op.Result.keepRevisions()
 	}
 	return op.put()

@@ -453,3 +453,16 @@ func TestTooLargeToGrowIsRefusedAtTheDoor(t *testing.T) {
 	}
 	w.agree(e)
 }
+
+// TestAnOperationIsWhereItsObjectIs: the record of an operation is copied to the node of what it made, also where that was
+// not placed when the operation was accepted. A volume never is.
+func TestAnOperationIsWhereItsObjectIs(t *testing.T) {
+	w := newWorld(t)
+	e := w.lead()
+	defer e.stop()
+	op := must(e.CreateVolume(context.Background(), call(""), operations.CreateVolume{Spec: volume.Spec{Access: volume.Exclusive}}))(t)
+	rec, err := w.store.Get(context.Background(), records.OperationKey(tenant, op.ID))
+	if err != nil || rec.Node == "" || rec.Node != op.Result.Volume.Status.Node {
+		t.Errorf("the operation is on node %q, its volume on %q: %v", rec.Node, op.Result.Volume.Status.Node, err)
+	}
+}

@@ -155,6 +155,17 @@ func OperationOf(r catalog.Record) (*Operation, error) {
 	return o, err
 }
 
+// node is where the first of what was made is, "" where that is not known.
+func (r *Result) node() string {
+	switch {
+	case len(r.Sandboxes) > 0:
+		return r.Sandboxes[0].Status.Node
+	case r.Volume != nil:
+		return r.Volume.Status.Node
+	}
+	return ""
+}
+
 // keepRevisions saves what the bodies themselves do not hold.
 func (r *Result) keepRevisions() {
 	r.Revisions = nil

@@ -44,6 +44,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // Store is what the queue needs of a catalog. See catalog.Store for the contracts.
@@ -186,6 +187,11 @@ func (q *Queue) Publish(ctx context.Context, build Build) (catalog.Result, error
 		c, err := build(ctx, q.o.Store)
 		if err != nil {
 			return catalog.Result{}, notStarted(err)
+		}
+		if attempt > 1 && mutant.On(mutant.DroppedReference) {
+			for i := range c.Puts {
+				c.Puts[i].Record.Refs = nil
+			}
 		}
 		c.Attempt = uuid.NewString()
 		if c.ID == "" {

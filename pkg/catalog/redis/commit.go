@@ -7,6 +7,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // Commit implements catalog.Store.
@@ -58,6 +59,9 @@ func lostReply(cause error) error {
 // encodeBatch makes the arguments of commit.lua: a flat list of strings, each list in it after its length.
 func (s *Store) encodeBatch(batch []catalog.Commit, sent []int) []any {
 	seen := s.Seen()
+	if mutant.On(mutant.StaleView) {
+		seen = catalog.Point{}
+	}
 	args := make([]any, 0, 9+32*len(sent))
 	args = append(args, string(s.keys), s.retention.Tombstones.Milliseconds(), s.retention.Changes, catalog.MaxAhead.Milliseconds(), catalog.MarkEvery,
 		dec(seen.Seq), seen.Digest, s.sender(), len(sent))

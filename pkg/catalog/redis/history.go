@@ -11,6 +11,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // Seen implements catalog.Store.
@@ -95,6 +96,9 @@ func (s *Store) history(ctx context.Context) (catalog.History, catalog.Relation,
 
 // Compare implements catalog.Store.
 func (s *Store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation, error) {
+	if mutant.On(mutant.StaleView) {
+		return catalog.Part, nil
+	}
 	reply, err := s.eval(ctx, compareScript, []any{string(s.keys), p.Incarnation, dec(p.Seq), p.Digest})
 	if err != nil {
 		return "", readError(err)

@@ -9,6 +9,7 @@ import (
 	goredis "github.com/redis/go-redis/v9"
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // scanBudget is how many index entries one List looks at before it returns a short page.
@@ -274,7 +275,7 @@ func (s *Store) Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombsto
 	if err != nil {
 		return catalog.Tombstone{}, readError(err)
 	}
-	if len(h) == 0 {
+	if len(h) == 0 || mutant.On(mutant.NoTombstone) {
 		return catalog.Tombstone{}, catalog.NotFound(key.Kind, key.UID)
 	}
 	return decodeTombstone(key, h)

@@ -65,7 +65,7 @@ var (
 	//go:embed restored.lua
 	restoredSource string
 
-	commitScript  = goredis.NewScript(commitSource)
+	commitScript  = goredis.NewScript(variant(commitSource))
 	settleScript  = goredis.NewScript(settleSource)
 	leadScript    = goredis.NewScript(leadSource)
 	releaseScript = goredis.NewScript(releaseSource)

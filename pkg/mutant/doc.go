@@ -1,0 +1,27 @@
+// Package mutant breaks Dormouse on purpose, in builds with the tag mutants: the robustness suite (test/robustness) has to
+// notice each variant, or it is worth nothing. In any other build there is nothing of it: On is the constant false.
+//
+// The variant is chosen by the environment variable DORMOUSE_MUTANT. Each stands at the one place that it breaks.
+package mutant
+
+// Name of a variant.
+type Name string
+
+// The variants.
+const (
+	// NoEpochCheck: the store applies what a coordinator or a session commits that has been replaced.
+	NoEpochCheck Name = "no-epoch-check"
+	// BlindRetry: a commit whose reply was lost is taken for one that never was, and may be made again.
+	BlindRetry Name = "blind-retry"
+	// StaleView: what was concluded from the catalog is taken to hold on whatever server it is found again on.
+	StaleView Name = "stale-view"
+	// NoTombstone: what was deleted is read as what never was.
+	NoTombstone Name = "no-tombstone"
+	// DroppedReference: a commit that is built again after a conflict has lost its references.
+	DroppedReference Name = "dropped-reference"
+)
+
+// Names lists the variants.
+func Names() []Name {
+	return []Name{NoEpochCheck, BlindRetry, StaleView, NoTombstone, DroppedReference}
+}
