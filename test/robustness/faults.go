@@ -239,14 +239,19 @@ func (f *faults) tearReplies(ctx context.Context, p planned) error {
 
 // loseReplies has the server do what it is asked, and nobody told; then the way to it is closed for a while.
 func (f *faults) loseReplies(ctx context.Context, p planned) error {
-	f.links(func(l *link) { l.mute = true })
-	pause(ctx, 50*time.Millisecond)
-	f.links(func(l *link) { l.mute, l.refuse = false, true })
-	for _, l := range f.world.link {
-		l.cut()
+	for range 2 {
+		f.links(func(l *link) { l.mute = true })
+		pause(ctx, 50*time.Millisecond)
+		f.links(func(l *link) { l.mute, l.refuse = false, true })
+		for _, l := range f.world.link {
+			l.cut()
+		}
+		pause(ctx, time.Second+p.Hold) // longer than clients try again by themselves
+		f.links(func(l *link) { l.refuse = false })
+		if err := f.recovered(ctx, &struck{Healed: f.traffic.now()}); err != nil {
+			return err
+		}
 	}
-	pause(ctx, 2*p.Hold)
-	f.links(func(l *link) { l.refuse = false })
 	return nil
 }
 

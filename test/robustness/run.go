@@ -59,7 +59,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	if failed == nil {
 		t.sweep(ctx)
 	}
-	wrong := w.validate(ctx, t)
+	wrong := w.validate(ctx)
 	records, objects, byUID, blamed := t.snapshot()
 	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, limit: 2 * time.Minute}
 	nonlinear, steps := c.check(cells)
@@ -93,7 +93,9 @@ func drive(ctx context.Context, o Options, t *traffic, f *faults, plan []planned
 
 // validate checks what no client can see: that both coordinators live, and that the change log has every sequence once, by
 // epochs that only grow.
-func (w *world) validate(ctx context.Context, t *traffic) (wrong []string) {
+func (w *world) validate(ctx context.Context) (wrong []string) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute) // also of a run that took too long
+	defer cancel()
 	for i, c := range w.coord {
 		select {
 		case <-c.ended():

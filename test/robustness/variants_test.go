@@ -22,7 +22,7 @@ const tries = 8
 // it stands still is not enough.
 func TestTheSuiteFindsBugs(t *testing.T) {
 	binary := coordinator(t, "mutants")
-	for _, variant := range mutant.Names() {
+	for _, variant := range []mutant.Name{mutant.NoEpochCheck, mutant.NoTombstone} {
 		t.Run(string(variant), func(t *testing.T) {
 			tried := 0
 			for seed := uint64(1); tried < tries; seed++ {
