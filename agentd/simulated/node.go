@@ -94,8 +94,11 @@ func (n *node) PullImage(context.Context, string, func(*dormousev1.PullProgress)
 
 func (n *node) RemoveImage(context.Context, string) error { return notHere("images") }
 
-// Inventory is all that the node holds, from its records.
-func (n *node) Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, error) {
+// Inventory is all that the node holds, from its records. It has one page: there is little.
+func (n *node) Inventory(ctx context.Context, after string, _ int) (*nodev1.GetInventoryResponse, error) {
+	if after != "" {
+		return &nodev1.GetInventoryResponse{}, nil
+	}
 	boxes, err := n.state.Sandboxes()
 	if err != nil {
 		return nil, err
@@ -113,7 +116,7 @@ func (n *node) Inventory(ctx context.Context) (*nodev1.GetInventoryResponse, err
 		inv.Sandboxes = append(inv.Sandboxes, observed(rec).Proto())
 	}
 	for _, rec := range snaps {
-		if rec.State == nodestate.SnapshotReady {
+		if rec.State != nodestate.SnapshotSaving {
 			inv.Snapshots = append(inv.Snapshots, wire.SnapshotObservationToProto(taken(rec)))
 		}
 	}
@@ -128,12 +131,11 @@ func (n *node) Journal(after string, limit int) ([]*nodev1.JournalEntry, string,
 	return n.journal.Read(after, limit)
 }
 
+// JournalEntry gives one of them.
+func (n *node) JournalEntry(key string) (*nodev1.JournalEntry, error) { return n.journal.Get(key) }
+
 // Hello is everything that the node says of itself.
-func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
-	inv, err := n.Inventory(ctx)
-	if err != nil {
-		return nil, err
-	}
+func (n *node) Hello(context.Context) (*nodev1.Hello, error) {
 	epochs, err := n.state.Epochs()
 	if err != nil {
 		return nil, err
@@ -143,7 +145,7 @@ func (n *node) Hello(ctx context.Context) (*nodev1.Hello, error) {
 		return nil, err
 	}
 	return &nodev1.Hello{
-		Node: n.name, Address: n.address, Version: "simulated", Architecture: goruntime.GOARCH, Capacity: plenty(), Allocatable: plenty(), Inventory: inv,
+		Node: n.name, Address: n.address, Version: "simulated", Architecture: goruntime.GOARCH, Capacity: plenty(), Allocatable: plenty(), Inventory: &nodev1.GetInventoryResponse{},
 		RuntimeBundles: []string{bundles{}.Current().Digest}, HighestCoordinatorEpoch: uint64(epochs.Coordinator), HighestSessionEpoch: uint64(epochs.Session),
 		Witness: kept.Witness, WitnessMark: kept.Mark, Journal: kept.Complete,
 	}, nil
