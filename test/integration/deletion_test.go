@@ -2,7 +2,9 @@ package integration
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -108,10 +110,14 @@ func TestOrphanOfAnOlderDiskIsRemoved(t *testing.T) {
 	copied(filepath.Join(aside, deleted.UID), artefact)
 	w.ok(w.StartAgentdReady(w.ctx, node))
 	w.await("the orphan is removed", func() error {
-		if _, err := os.Stat(artefact); !os.IsNotExist(err) {
-			return fmt.Errorf("it is there: %v", err)
+		_, err := os.Stat(artefact)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			return nil
+		case err == nil:
+			return errors.New("it is there")
 		}
-		return nil
+		return err
 	})
 	w.await("an event says so", func() error {
 		events, err := client.Collect(w.api.ListEvents(w.ctx, &dormousev1.ListEventsRequest{ObjectUid: deleted.UID}))

@@ -57,21 +57,9 @@ const maxParallel = 64
 
 // removeSnapshots deletes those that are named, or those that the flags select, several at a time.
 func removeSnapshots(c call) error {
-	op, err := operationOf(c.Context)
-	selects := c.Bool("all") || c.IsSet("source") || c.IsSet("older-than")
-	switch {
-	case err != nil:
+	selects, op, err := removal(c)
+	if err != nil {
 		return err
-	case selects == c.Args().Present():
-		return command.Usage(c.Context, "name snapshots, or select them with --all, --source or --older-than")
-	case c.IsSet("older-than") && c.Duration("older-than") <= 0:
-		return command.Usage(c.Context, "--older-than: more than 0")
-	case c.Int("parallel") < 1 || c.Int("parallel") > maxParallel:
-		return command.Usage(c.Context, "--parallel: 1 to %d", maxParallel)
-	case c.IsSet("operation-id") && (selects || c.Args().Len() > 1):
-		return command.Usage(c.Context, "--operation-id is for one object")
-	case selects || c.Args().Len() > 1:
-		op = "" // one for each
 	}
 	var mu sync.Mutex
 	var failed []error
@@ -110,6 +98,26 @@ func removeSnapshots(c call) error {
 		return several(failed)
 	}
 	return nil
+}
+
+// removal checks the flags: whether they select, and the operation's id if it is for one.
+func removal(c call) (selects bool, op string, err error) {
+	selects = c.Bool("all") || c.IsSet("source") || c.IsSet("older-than")
+	many := selects || c.Args().Len() > 1
+	switch op, err = operationOf(c.Context); {
+	case err != nil:
+	case selects == c.Args().Present():
+		err = command.Usage(c.Context, "name snapshots, or select them with --all, --source or --older-than")
+	case c.IsSet("older-than") && c.Duration("older-than") <= 0:
+		err = command.Usage(c.Context, "--older-than: more than 0")
+	case c.Int("parallel") < 1 || c.Int("parallel") > maxParallel:
+		err = command.Usage(c.Context, "--parallel: 1 to %d", maxParallel)
+	case c.IsSet("operation-id") && many:
+		err = command.Usage(c.Context, "--operation-id is for one object")
+	case many:
+		op = "" // one for each
+	}
+	return selects, op, err
 }
 
 // selected gives the uids that the flags select, page by page; err is set at the end.
