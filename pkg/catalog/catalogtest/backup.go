@@ -124,16 +124,24 @@ func testRestore(t *testing.T, f *Fixture) {
 	if err != nil || st.Restored != r.ID || st.Suspended == nil || st.Suspended.Restoring != "" || st.Suspended.At != point.Seq {
 		t.Errorf("after its end: %+v, %v", st.Suspended, err)
 	}
+	servedAgain(t, f, r, own)
+}
+
+// servedAgain takes the restored catalog into service: the backup's history is its past.
+func servedAgain(t *testing.T, f *Fixture, r catalog.Restore, own string) {
+	t.Helper()
 	if err := f.Resume(f.Ctx, f.Owner.Coordinator); err != nil {
 		t.Fatal(err)
 	}
-	f.related(point, catalog.Part)
+	f.related(r.Point, catalog.Part)
 	f.related(catalog.Point{Incarnation: "older", Seq: 40}, catalog.Part)
-	if now := f.history().Head; now.Incarnation == own || now.Incarnation == point.Incarnation || now.Seq <= point.Seq {
+	if now := f.history().Head; now.Incarnation == own || now.Incarnation == r.Point.Incarnation || now.Seq <= r.Point.Seq {
 		t.Errorf("it goes on at %+v", now)
 	}
 	f.Must(Create(Sandbox("c")))
-	if err := begin(other); !errs.Has(err, errs.CatalogNotEmpty) {
+	other := r
+	other.ID = strings.Repeat("c", 64)
+	if err := f.BeginRestore(f.Ctx, f.Owner.Coordinator, other); !errs.Has(err, errs.CatalogNotEmpty) {
 		t.Errorf("again, into what is there: %v", err)
 	}
 	if err := f.EndRestore(f.Ctx, f.Owner.Coordinator, r.ID); err != nil {
