@@ -28,11 +28,7 @@ func (s *State) canonical() (swapped bool) {
 	s.released = waiting
 	s.denied &= live
 	s.Server.Void &= live
-	for a := uint8(1); a <= s.Attempts; a++ {
-		if open&bit(a) == 0 && !s.Server.Hist.contains(a) && !s.Kept.Hist.contains(a) {
-			s.Ops[a], s.Firsts[a] = 0, 0
-		}
-	}
+	s.forget(open)
 	if s.left.ServerRestarts == 0 {
 		s.Kept, s.HasKept = Server{}, false
 	} else if !s.rewound {
@@ -41,12 +37,8 @@ func (s *State) canonical() (swapped bool) {
 	if s.left.ServerRestarts == 0 && !s.rewound {
 		s.unseen()
 	}
-	for i := range s.Calls {
-		for j := range i {
-			if s.Calls[i].Attempt > s.Calls[j].Attempt {
-				s.Calls[i], s.Calls[j] = s.Calls[j], s.Calls[i]
-			}
-		}
+	if a, b := &s.Calls[0], &s.Calls[1]; b.Attempt > a.Attempt {
+		*a, *b = *b, *a
 	}
 	if s.C[0].rank() >= s.C[1].rank() {
 		return false
@@ -83,6 +75,15 @@ func (s *State) swap() {
 	}
 	name(&s.Server.Holder)
 	name(&s.Kept.Holder)
+}
+
+// forget drops what attempts were for that are neither open nor in a history.
+func (s *State) forget(open uint8) {
+	for a := uint8(1); a <= s.Attempts; a++ {
+		if open&bit(a) == 0 && !s.Server.Hist.contains(a) && !s.Kept.Hist.contains(a) {
+			s.Ops[a], s.Firsts[a] = 0, 0
+		}
+	}
 }
 
 // unseen forgets what was seen, where nothing was lost and nothing can be.

@@ -92,7 +92,7 @@ func (w *real) execute(ctx context.Context, before *State, c Call) error {
 	want := *before
 	Rules{}.apply(&want, &c)
 	if got := replyOf(results[0]); got != c.Reply {
-		return fmt.Errorf("the model's reply is %s, the store's %s (%v)", c.Reply, got, results[0].Err)
+		return fmt.Errorf("the model's reply is %s, the store's %s (%w)", c.Reply, got, results[0].Err)
 	}
 	if c.Reply == Applied {
 		w.saw(c.Holder, want.Server.Hist)
@@ -222,7 +222,7 @@ func (w *real) dial(ctx context.Context, before *State, c *Coordinator) error {
 	want := *before
 	session, err := w.store(c.Holder).OpenSession(ctx, fence.Epoch(c.Epoch), node, fence.Epoch(before.Node.Sess))
 	if n := (Rules{}).open(&want, c.Epoch, c.Holder, before.Node.Sess); uint8(session) != n || (n == 0) != errs.Has(err, errs.Fenced) {
-		return fmt.Errorf("session %d (%v), in the model %d", session, err, n)
+		return fmt.Errorf("session %d (%w), in the model %d", session, err, n)
 	}
 	return nil
 }

@@ -43,18 +43,6 @@ func (h History) contains(attempt uint8) bool {
 	return false
 }
 
-// upTo ends with the attempt.
-func (h History) upTo(attempt uint8) History {
-	var p History
-	for i, a := range h {
-		p[i] = a
-		if a == attempt {
-			break
-		}
-	}
-	return p
-}
-
 // Op is what a commit is for.
 type Op uint8
 
