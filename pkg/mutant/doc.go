@@ -11,8 +11,6 @@ type Name string
 const (
 	// NoEpochCheck: the store applies what a coordinator or a session commits that has been replaced.
 	NoEpochCheck Name = "no-epoch-check"
-	// BlindRetry: a commit whose reply was lost is taken for one that never was, and may be made again.
-	BlindRetry Name = "blind-retry"
 	// StaleView: what was concluded from the catalog is taken to hold on whatever server it is found again on.
 	StaleView Name = "stale-view"
 	// NoTombstone: what was deleted is read as what never was.
@@ -23,5 +21,5 @@ const (
 
 // Names lists the variants.
 func Names() []Name {
-	return []Name{NoEpochCheck, BlindRetry, StaleView, NoTombstone, DroppedReference}
+	return []Name{NoEpochCheck, StaleView, NoTombstone, DroppedReference}
 }

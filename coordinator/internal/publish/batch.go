@@ -10,7 +10,6 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
-	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // The life of an item. Whoever moves it out of queued owns its fate.
@@ -130,10 +129,6 @@ func (q *Queue) sendBatch(batch []*item) {
 		for _, it := range batch {
 			q.metrics.refused.WithLabelValues(string(errs.ReasonOf(err))).Inc()
 			it.reply(catalog.Result{}, err)
-		}
-	case mutant.On(mutant.BlindRetry):
-		for _, it := range batch {
-			it.reply(catalog.Result{}, catalog.Refusal(errs.StoreUnavailable))
 		}
 	default:
 		q.o.Logger.Warn("the reply to a batch of commits was lost", "commits", len(batch), "error", err, "cause", errors.Unwrap(err))
