@@ -9,10 +9,10 @@
 // A plan says how many subjects there are and what is done to them. Client processes (workers) have a share of them each. A run
 // is a sequence of phases; all workers begin a phase together, when the last of them has ended the one before:
 //
-//	volumes -> create -> begin -> rounds of (checkpoint -> delete -> restore -> prove) -> delete -> forget -> look
+//	volumes -> create -> begin -> rounds of (checkpoint -> delete -> restore -> prove) -> audit -> delete -> forget -> look
 //
 // "begin" starts the subject's program and takes its first answer. In a round the sources are gone before the first restore, and
-// "prove" asks each restored subject and compares it with its answer before. Within a phase a worker asks for everything at
+// "prove" asks each restored subject and compares it with its answer before. "audit" compares the catalog with what was acknowledged. Within a phase a worker asks for everything at
 // once, or with the plan's pace; nothing waits for anything else of its own.
 //
 // # What is counted

@@ -93,6 +93,7 @@ func TestSummaryTellsWhatFailed(t *testing.T) {
 		"1 failed":          func(s *Summary) { s.Phases[2].Failed = 1 },
 		"1 of 2 done":       func(s *Summary) { s.Phases[5].Done = 1 },
 		"killed for memory": func(s *Summary) { s.OOMKills = 1 },
+		"lost updates":      func(s *Summary) { s.Lost = []string{"a snapshot"} },
 		"cleanup debt":      func(s *Summary) { s.Debt = []string{"a sandbox"} },
 	} {
 		s := fullSummary()

@@ -19,6 +19,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
 // Machine tells how the machine is, where the harness can see it.
@@ -56,7 +57,10 @@ type Recorder struct {
 	now     *gathering
 	fails   []Event
 	steps   []Event
-	seen    string // the sandbox that was made last
+	seen    string         // the sandbox that was made last
+	boxes   map[int]string // of each subject, as far as the answers tell
+	snaps   map[int]string
+	lost    []string // what the catalog did not have
 	tries   map[string]int
 	looked  []Sample
 	oomAt   int64
@@ -96,7 +100,7 @@ func newJSONL(path string) (*jsonl, error) {
 func (j *jsonl) close() error { return errors.Join(j.buf.Flush(), j.file.Close()) }
 
 func newRecorder(who Identity, opts Options) (*Recorder, error) {
-	r := &Recorder{who: who, opts: opts, tries: map[string]int{}}
+	r := &Recorder{who: who, opts: opts, tries: map[string]int{}, boxes: map[int]string{}, snaps: map[int]string{}}
 	var err error
 	if r.events, err = newJSONL(filepath.Join(opts.Out, "events.jsonl")); err != nil {
 		return nil, err
@@ -128,9 +132,7 @@ func (r *Recorder) Add(e Event) {
 		return
 	}
 	r.steps = append(r.steps, e)
-	if e.UID != "" && (e.Phase == Create || e.Phase == Restore) {
-		r.seen = e.UID
-	}
+	r.know(e)
 	if r.now == nil {
 		return
 	}
@@ -147,6 +149,55 @@ func (r *Recorder) Add(e Event) {
 
 // Plan of the run.
 func (r *Recorder) Plan() Plan { return r.who.Plan }
+
+// know keeps which objects the cluster has acknowledged. What failed may be or not be: it is not looked for.
+func (r *Recorder) know(e Event) {
+	switch {
+	case e.Error != "":
+		delete(r.boxes, e.Subject)
+		delete(r.snaps, e.Subject)
+	case e.Phase == Create || e.Phase == Restore:
+		r.seen, r.boxes[e.Subject] = e.UID, e.UID
+	case e.Phase == Delete:
+		delete(r.boxes, e.Subject)
+	case e.Phase == Checkpoint:
+		r.snaps[e.Subject] = e.UID
+	case e.Phase == Forget:
+		delete(r.snaps, e.Subject)
+	}
+}
+
+// audit compares what the cluster has acknowledged with what it lists: an object that is not there, or not in the phase that it was
+// acknowledged in, is a lost update.
+func (r *Recorder) audit(ctx context.Context, api *client.Client) error {
+	boxes, snaps := map[string]bool{}, map[string]bool{}
+	for p, err := range api.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{PageSize: 500, Labels: []string{runLabel + "=" + r.who.ID}}) {
+		if err != nil {
+			return err
+		}
+		boxes[p.GetMeta().GetUid()] = p.GetStatus().GetPhase() == dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING
+	}
+	for p, err := range api.ListSnapshots(ctx, &dormousev1.ListSnapshotsRequest{PageSize: 500}) {
+		if err != nil {
+			return err
+		}
+		snaps[p.GetMeta().GetUid()] = p.GetStatus().GetPhase() == dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, kind := range []struct {
+		name  string
+		known map[int]string
+		has   map[string]bool
+	}{{"sandbox", r.boxes, boxes}, {"snapshot", r.snaps, snaps}} {
+		for subject, uid := range kind.known {
+			if !kind.has[uid] {
+				r.lost = append(r.lost, fmt.Sprintf("%s %s of subject %d was acknowledged, and is not there as it was", kind.name, uid, subject))
+			}
+		}
+	}
+	return nil
+}
 
 // AddFloor puts the rate of bare runsc at its best width beside that of all rounds of a phase.
 func (r *Recorder) AddFloor(p Phase, bare float64, width int, target float64) {

@@ -14,6 +14,8 @@ import (
 	"path/filepath"
 	"sync"
 	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/client"
 )
 
 // Options of a run.
@@ -64,7 +66,7 @@ func Run(ctx context.Context, id string, opts Options) (_ Summary, err error) {
 	reading, end := context.WithCancel(ctx)
 	var reader sync.WaitGroup
 	reader.Go(func() { r.get(reading, api) })
-	worked := work(ctx, r, opts)
+	worked := work(ctx, r, api, opts)
 	end()
 	reader.Wait()
 	clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTime)
@@ -85,7 +87,7 @@ func Run(ctx context.Context, id string, opts Options) (_ Summary, err error) {
 }
 
 // work drives the client processes through the phases.
-func work(ctx context.Context, r *Recorder, opts Options) (err error) {
+func work(ctx context.Context, r *Recorder, api *client.Client, opts Options) (err error) {
 	crew, err := hire(ctx, r, opts)
 	if err != nil {
 		return err
@@ -94,6 +96,11 @@ func work(ctx context.Context, r *Recorder, opts Options) (err error) {
 	for _, c := range phases(opts.Plan) {
 		if err := ctx.Err(); err != nil {
 			return context.Cause(ctx)
+		}
+		if c.Phase == Delete && c.Round == 0 {
+			if err := r.audit(ctx, api); err != nil {
+				return err
+			}
 		}
 		if err := crew.phase(ctx, c); err != nil {
 			return err

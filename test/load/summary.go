@@ -93,8 +93,10 @@ type Summary struct {
 	OOMKills int64            `json:"oom_kills"`
 	// Executables are the digests of what ran.
 	Executables map[string]string `json:"executables"`
-	Debt        []string          `json:"debt"`
-	Floor       []FloorRow        `json:"floor"`
+	// Lost is what was acknowledged and was not there after the last round.
+	Lost  []string   `json:"lost"`
+	Debt  []string   `json:"debt"`
+	Floor []FloorRow `json:"floor"`
 
 	samples []Sample
 	steps   []Event
@@ -103,7 +105,7 @@ type Summary struct {
 func (r *Recorder) summary() Summary {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s := Summary{Identity: r.who, Phases: r.all, Failures: r.fails, Attempts: r.tries, Peak: map[string]int64{}, Executables: r.parts, Debt: r.debt,
+	s := Summary{Identity: r.who, Phases: r.all, Failures: r.fails, Attempts: r.tries, Peak: map[string]int64{}, Executables: r.parts, Lost: r.lost, Debt: r.debt,
 		Floor: r.floor, samples: r.looked, steps: r.steps}
 	for i, l := range r.looked {
 		for name, n := range l.Resident {
@@ -134,6 +136,9 @@ func (s Summary) Failed() []string {
 	}
 	if s.OOMKills > 0 {
 		why = append(why, fmt.Sprintf("%d processes were killed for memory", s.OOMKills))
+	}
+	if len(s.Lost) > 0 {
+		why = append(why, fmt.Sprintf("lost updates: %d", len(s.Lost)))
 	}
 	if len(s.Debt) > 0 {
 		why = append(why, fmt.Sprintf("cleanup debt: %d", len(s.Debt)))
@@ -187,8 +192,8 @@ func (s Summary) String() string {
 	for what, n := range s.Attempts {
 		fmt.Fprintf(&b, "failed tries of calls, %s: %d\n", what, n)
 	}
-	fmt.Fprintf(&b, "cleanup debt: %d\n", len(s.Debt))
-	for _, d := range s.Debt {
+	fmt.Fprintf(&b, "lost updates: %d; cleanup debt: %d\n", len(s.Lost), len(s.Debt))
+	for _, d := range append(s.Lost, s.Debt...) {
 		fmt.Fprintf(&b, "  %s\n", d)
 	}
 	why := s.Failed()
