@@ -50,6 +50,8 @@ type Settings struct {
 	Memory string
 	// LogLevel of the daemons; debug if empty.
 	LogLevel string
+	// NoAgents leaves it to the caller to give the coordinator nodes, at NodeSocket.
+	NoAgents bool
 }
 
 // ready is how long a daemon may take to be of use on a busy machine.
@@ -106,6 +108,9 @@ func (c *Cluster) startDaemons(ctx context.Context) error {
 		return err
 	}
 	c.Client = cl
+	if c.settings.NoAgents {
+		return nil
+	}
 	for i := 1; i <= c.Nodes; i++ {
 		if err := c.StartAgentdReady(ctx, i); err != nil {
 			return err
@@ -121,6 +126,12 @@ func (c *Cluster) GRPCSocket() string { return filepath.Join(c.Dir, "api.sock") 
 
 // RESTSocket is where the REST API listens.
 func (c *Cluster) RESTSocket() string { return filepath.Join(c.Dir, "rest.sock") }
+
+// NodeSocket is where the coordinator takes nodes that are not inside the fabric.
+func (c *Cluster) NodeSocket() string { return filepath.Join(c.Dir, "nodes.sock") }
+
+// AdminSocket has the coordinator's metrics and profiles.
+func (c *Cluster) AdminSocket() string { return filepath.Join(c.Dir, "admin.sock") }
 
 // Ports of the daemons, at addresses that exist inside the stack's own namespaces only.
 const (
@@ -157,7 +168,7 @@ func (c *Cluster) writeConfigs() error {
 		"listen": dict{
 			"grpc": []string{"unix:" + c.GRPCSocket(), fabric.HubAddr + ":" + grpcPort},
 			"rest": []string{"unix:" + c.RESTSocket(), fabric.HubAddr + ":" + restPort},
-			"node": []string{fabric.HubAddr + ":" + nodePort},
+			"node": []string{"unix:" + c.NodeSocket(), fabric.HubAddr + ":" + nodePort},
 		},
 		"holder":    holder,
 		"tls":       tlsKeys(c.CoordinatorTLS()),
@@ -168,7 +179,7 @@ func (c *Cluster) writeConfigs() error {
 		// machine stands still: see EndLease.
 		"lease":        dict{"ttl": "20s"},
 		"nodes":        dict{"heartbeat": "500ms", "missed": 40},
-		"admin_socket": filepath.Join(c.Dir, "admin.sock"),
+		"admin_socket": c.AdminSocket(),
 		"log":          dict{"level": level, "format": "json"},
 	}
 	if err := writeYAML(c.CoordinatorConfig(), coordinator); err != nil {

@@ -41,6 +41,8 @@ type Plan struct {
 	StepTimeout Duration `yaml:"step_timeout" json:"step_timeout"`
 	// Nodes is how many nodes the harness starts; without meaning for a cluster that is there already.
 	Nodes int `yaml:"nodes" json:"nodes"`
+	// Simulated nodes have no machine: sandboxes without programs, to load the coordinator and the store alone. Nothing is begun and proved.
+	Simulated bool `yaml:"simulated" json:"simulated"`
 	// Floor measures bare runsc with as many subjects in the same run: "" or "bare".
 	Floor string `yaml:"floor" json:"floor"`
 }
@@ -112,6 +114,9 @@ func (p Plan) Check() error {
 	}
 	if p.StepTimeout < Duration(time.Second) || p.StepTimeout > Duration(2*time.Hour) {
 		wrong = append(wrong, fmt.Errorf("step_timeout is %s; it must be 1s to 2h", time.Duration(p.StepTimeout)))
+	}
+	if p.Simulated && p.Floor != "" {
+		wrong = append(wrong, errors.New("bare runsc is no floor for simulated nodes"))
 	}
 	if p.Floor != "" && p.Floor != "bare" {
 		wrong = append(wrong, fmt.Errorf("floor is %q; it must be empty or bare", p.Floor))

@@ -115,9 +115,15 @@ func phases(p Plan) []command {
 	if p.Volume {
 		all = append(all, command{Volumes, 0})
 	}
-	all = append(all, command{Create, 0}, command{Begin, 0})
+	all = append(all, command{Create, 0})
+	if !p.Simulated {
+		all = append(all, command{Begin, 0})
+	}
 	for i := 1; i <= p.Rounds; i++ {
-		all = append(all, command{Checkpoint, i}, command{Delete, i}, command{Restore, i}, command{Prove, i})
+		all = append(all, command{Checkpoint, i}, command{Delete, i}, command{Restore, i})
+		if !p.Simulated {
+			all = append(all, command{Prove, i})
+		}
 	}
 	return append(all, command{Delete, 0}, command{Forget, 0})
 }

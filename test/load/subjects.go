@@ -113,7 +113,9 @@ func (o *one) restore(ctx context.Context, round int, e *Event) error {
 		return err
 	}
 	o.box, e.UID = box, box.UID
-	o.program.In(box)
+	if o.program != nil {
+		o.program.In(box)
+	}
 	return nil
 }
 

@@ -16,8 +16,10 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/dormouse-run/dormouse/agentd/simulated"
 	"github.com/dormouse-run/dormouse/test/cluster"
 	"github.com/dormouse-run/dormouse/test/images"
 	"github.com/dormouse-run/dormouse/test/load"
@@ -30,6 +32,10 @@ import (
 type Cluster struct {
 	*cluster.Cluster
 	Image string // of the subject, by digest
+
+	simulated bool
+	mu        sync.Mutex
+	agents    []*simulated.Agent
 }
 
 // reserve is what the machine keeps for everything but sandboxes.
@@ -37,6 +43,9 @@ const reserve = 2 << 30
 
 // Up starts a cluster with as many nodes as the plan says, and gives its nodes the subject's image.
 func Up(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*Cluster, error) {
+	if plan.Simulated {
+		return upFleet(ctx, plan, logf)
+	}
 	if err := room(plan); err != nil {
 		return nil, err
 	}
@@ -117,12 +126,15 @@ func (l *Cluster) Reach() load.Reach {
 func (l *Cluster) End(ctx context.Context) error {
 	down, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Minute)
 	defer cancel()
-	return errors.Join(l.Client.Close(), l.Down(down))
+	return errors.Join(l.stopAgents(), l.Client.Close(), l.Down(down))
 }
 
 // Debt is what the doctors of the nodes find.
 func (l *Cluster) Debt(ctx context.Context) ([]string, error) {
 	var all []string
+	if l.simulated {
+		return nil, nil
+	}
 	for i := 1; i <= l.Nodes; i++ {
 		found, err := l.Doctor(ctx, i)
 		if err != nil {
@@ -143,7 +155,7 @@ func (l *Cluster) Look() (s load.Sample, err error) {
 			return s, err
 		}
 	}
-	for i := 1; i <= l.Nodes; i++ {
+	for i := 1; i <= l.Nodes && !l.simulated; i++ {
 		name := "sandboxes" + strconv.Itoa(i)
 		if s.Resident[name], err = number(filepath.Join("/sys/fs/cgroup/memory", l.CgroupParent(i), "memory.usage_in_bytes")); errors.Is(err, os.ErrNotExist) {
 			err = nil // no sandbox yet
@@ -164,7 +176,7 @@ func (l *Cluster) Look() (s load.Sample, err error) {
 
 func (l *Cluster) daemons() []string {
 	all := []string{"coordinator", "redis"}
-	for i := 1; i <= l.Nodes; i++ {
+	for i := 1; i <= l.Nodes && !l.simulated; i++ {
 		all = append(all, "agentd"+strconv.Itoa(i))
 	}
 	return all

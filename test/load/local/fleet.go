@@ -1,0 +1,152 @@
+// Copyright The Dormouse Authors.
+// SPDX-License-Identifier: Apache-2.0
+
+package local
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/dormouse-run/dormouse/agentd/simulated"
+	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/test/cluster"
+	"github.com/dormouse-run/dormouse/test/load"
+	"github.com/dormouse-run/dormouse/test/stack"
+)
+
+// simulatedImage is what the sandboxes of simulated nodes are made of: it is always there.
+const simulatedImage = "registry.invalid/simulated@sha256:0000000000000000000000000000000000000000000000000000000000000000"
+
+// upFleet starts a real coordinator and a real Redis with simulated nodes, which are part of this process.
+func upFleet(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*Cluster, error) {
+	c, err := cluster.UpWith(ctx, stack.Options{Nodes: 1, Logf: logf}, cluster.Settings{LogLevel: "info", NoAgents: true})
+	if err != nil {
+		return nil, err
+	}
+	l := &Cluster{Cluster: c, Image: simulatedImage, simulated: true}
+	group, startCtx := errgroup.WithContext(ctx)
+	for i := 1; i <= plan.Nodes; i++ {
+		name := stack.NodeName(i)
+		dir := filepath.Join(c.Dir, fmt.Sprintf("s%d", i))
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			return nil, errors.Join(err, l.End(ctx))
+		}
+		files, err := c.Issue(pki.Identity{Role: pki.RoleNode, Name: name}, "localhost")
+		if err != nil {
+			return nil, errors.Join(err, l.End(ctx))
+		}
+		m := simulated.NewMachine(simulated.Options{Name: name, Dir: dir, Coordinators: []string{"unix:" + c.NodeSocket()}, TLS: files,
+			Log: slog.New(slog.DiscardHandler), Silence: 30 * time.Second})
+		group.Go(func() error {
+			a, err := m.Start(startCtx)
+			if err != nil {
+				return err
+			}
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.agents = append(l.agents, a)
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return nil, errors.Join(err, l.End(ctx))
+	}
+	if err := l.online(ctx, plan.Nodes); err != nil {
+		return nil, errors.Join(err, l.End(ctx))
+	}
+	return l, nil
+}
+
+// online waits until so many nodes are.
+func (l *Cluster) online(ctx context.Context, want int) error {
+	for {
+		have := 0
+		for n, err := range l.Client.ListNodes(ctx) {
+			if err != nil {
+				return err
+			}
+			if n.GetOnline() {
+				have++
+			}
+		}
+		if have >= want {
+			return nil
+		}
+		select {
+		case <-time.After(20 * time.Millisecond):
+		case <-ctx.Done():
+			return fmt.Errorf("%d of %d nodes are online: %w", have, want, context.Cause(ctx))
+		}
+	}
+}
+
+// stopAgents ends the simulated nodes.
+func (l *Cluster) stopAgents() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var all []error
+	for _, a := range l.agents {
+		all = append(all, a.Stop())
+	}
+	l.agents = nil
+	return errors.Join(all...)
+}
+
+// Within gives the share of the publications that took no longer than a time, and how many there were, as the coordinator counts them.
+func (l *Cluster) Within(ctx context.Context, limit time.Duration) (share float64, count uint64, err error) {
+	const name = "dormouse_publish_seconds"
+	metrics, err := l.metrics(ctx)
+	if err != nil {
+		return 0, 0, err
+	}
+	family := metrics[name]
+	if family == nil || len(family.GetMetric()) != 1 {
+		return 0, 0, fmt.Errorf("the coordinator has no metric %s", name)
+	}
+	h := family.GetMetric()[0].GetHistogram()
+	count = h.GetSampleCount()
+	for _, b := range h.GetBucket() {
+		if b.GetUpperBound() <= limit.Seconds() && count > 0 {
+			share = float64(b.GetCumulativeCount()) / float64(count)
+		}
+	}
+	return share, count, nil
+}
+
+// metrics reads what the coordinator counts.
+func (l *Cluster) metrics(ctx context.Context) (map[string]*dto.MetricFamily, error) {
+	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		var d net.Dialer
+		return d.DialContext(ctx, "unix", l.AdminSocket())
+	}}
+	defer transport.CloseIdleConnections()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://admin/metrics", nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := transport.RoundTrip(req)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = resp.Body.Close() }() // read to the end
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return nil, err
+	}
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	return parser.TextToMetricFamilies(bytes.NewReader(text))
+}
