@@ -63,7 +63,7 @@ down: ## end a demo that was left up
 
 # ---- checks -------------------------------------------------------------------
 
-.PHONY: test race crash-matrix robustness soak load-smoke load-1024 load-node fault-run lint gen gen-check
+.PHONY: test race crash-matrix robustness soak load-smoke load-1024 load-node load-fleet fault-run lint gen gen-check
 SOAK ?= 10m
 SOAKFLAGS ?=
 LOADFLAGS ?=
@@ -88,6 +88,8 @@ load-1024: tools images build bundle ## 1,024 of them on this machine, beside ba
 	@bin/dormouse-load run $(LOADFLAGS) load-1024
 load-node: tools images build bundle ## 79 with 64 MiB of heap and a file of 32 MiB (L02)
 	@bin/dormouse-load run $(LOADFLAGS) node
+load-fleet: tools images build ## 1,024 on thirteen simulated nodes, to load the coordinator and Redis (L03)
+	@bin/dormouse-load run $(LOADFLAGS) fleet
 fault-run: tools images build bundle ## what goes wrong in a cluster's life, with 16 sandboxes on three nodes (F01 to F12)
 	@bin/faultrun $(FAULTFLAGS)
 lint: tools-dev ## golangci-lint

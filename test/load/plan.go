@@ -60,6 +60,9 @@ func (d *Duration) UnmarshalText(text []byte) error {
 // MarshalText implements encoding.TextMarshaler.
 func (d Duration) MarshalText() ([]byte, error) { return []byte(time.Duration(d).String()), nil }
 
+// String is as Go writes it.
+func (d Duration) String() string { return time.Duration(d).String() }
+
 // plans are the named ones.
 //
 //go:embed plans/*.yaml

@@ -50,24 +50,25 @@ type Recorder struct {
 	who  Identity
 	opts Options
 
-	mu      sync.Mutex
-	events  *jsonl
-	samples *jsonl
-	all     []PhaseSummary
-	now     *gathering
-	fails   []Event
-	steps   []Event
-	seen    string         // the sandbox that was made last
-	boxes   map[int]string // of each subject, as far as the answers tell
-	snaps   map[int]string
-	lost    []string // what the catalog did not have
-	tries   map[string]int
-	looked  []Sample
-	oomAt   int64
-	parts   map[string]string
-	debt    []string
-	floor   []FloorRow
-	written error
+	mu        sync.Mutex
+	events    *jsonl
+	samples   *jsonl
+	all       []PhaseSummary
+	now       *gathering
+	fails     []Event
+	steps     []Event
+	seen      string         // the sandbox that was made last
+	boxes     map[int]string // of each subject, as far as the answers tell
+	snaps     map[int]string
+	lost      []string // what the catalog did not have
+	tries     map[string]int
+	looked    []Sample
+	oomAt     int64
+	parts     map[string]string
+	debt      []string
+	published Publications
+	floor     []FloorRow
+	written   error
 }
 
 // gathering is a phase that goes on.

@@ -35,9 +35,14 @@ type Options struct {
 	Debt func(ctx context.Context) ([]string, error)
 	// Floor (may be nil) does the same work without the product, once the product has done it and nothing of it is left.
 	Floor func(ctx context.Context, r *Recorder) error
+	// Publications (may be nil) tells which share of the coordinator's publications took no longer than a time, and how many there were.
+	Publications func(ctx context.Context, limit time.Duration) (share float64, count uint64, err error)
 	// Logf is told of progress, a line at a time.
 	Logf func(format string, args ...any)
 }
+
+// publishLimit is what 99 of 100 publications are to take at the most, in a run that loads the coordinator.
+const publishLimit = 50 * time.Millisecond
 
 // NewID makes a run's id.
 func NewID() string {
@@ -69,6 +74,10 @@ func Run(ctx context.Context, id string, opts Options) (_ Summary, err error) {
 	worked := work(ctx, r, api, opts)
 	end()
 	reader.Wait()
+	if opts.Publications != nil && worked == nil {
+		r.published.Limit = Duration(publishLimit)
+		r.published.Share, r.published.Count, worked = opts.Publications(ctx, publishLimit)
+	}
 	clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTime)
 	defer cancel()
 	r.debt, err = Clean(clean, api, id, opts.Logf)

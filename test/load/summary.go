@@ -78,6 +78,13 @@ func (f FloorRow) String() string {
 	return fmt.Sprintf("%s: %.1f/s, bare runsc %.1f/s (%d at a time): %.2f x (at least %.2f)", f.What, f.Product, f.Bare, f.Width, f.Ratio(), f.Target)
 }
 
+// Publications are the commits of a run, as the coordinator counts them.
+type Publications struct {
+	Count uint64   `json:"count"`
+	Limit Duration `json:"limit"`
+	Share float64  `json:"share"` // of those that took no longer than Limit
+}
+
 // Summary of a run.
 type Summary struct {
 	Identity
@@ -94,9 +101,10 @@ type Summary struct {
 	// Executables are the digests of what ran.
 	Executables map[string]string `json:"executables"`
 	// Lost is what was acknowledged and was not there after the last round.
-	Lost  []string   `json:"lost"`
-	Debt  []string   `json:"debt"`
-	Floor []FloorRow `json:"floor"`
+	Lost         []string     `json:"lost"`
+	Debt         []string     `json:"debt"`
+	Floor        []FloorRow   `json:"floor"`
+	Publications Publications `json:"publications,omitzero"`
 
 	samples []Sample
 	steps   []Event
@@ -105,7 +113,7 @@ type Summary struct {
 func (r *Recorder) summary() Summary {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s := Summary{Identity: r.who, Phases: r.all, Failures: r.fails, Attempts: r.tries, Peak: map[string]int64{}, Executables: r.parts, Lost: r.lost, Debt: r.debt,
+	s := Summary{Identity: r.who, Phases: r.all, Failures: r.fails, Attempts: r.tries, Peak: map[string]int64{}, Executables: r.parts, Lost: r.lost, Debt: r.debt, Publications: r.published,
 		Floor: r.floor, samples: r.looked, steps: r.steps}
 	for i, l := range r.looked {
 		for name, n := range l.Resident {
@@ -185,6 +193,9 @@ func (s Summary) String() string {
 	}
 	for _, f := range s.Floor {
 		fmt.Fprintln(&b, f)
+	}
+	if p := s.Publications; p.Count > 0 {
+		fmt.Fprintf(&b, "publications: %d, %.2f %% of them within %s\n", p.Count, 100*p.Share, time.Duration(p.Limit))
 	}
 	if len(s.Peak) > 0 {
 		fmt.Fprintf(&b, "most memory: %s at the least; %d threads; killed for memory: %d\n", memory(Sample{Resident: s.Peak, Available: s.Least}), s.Tasks, s.OOMKills)

@@ -173,6 +173,7 @@ func (q *Queue) Close(ctx context.Context) {
 // Publish builds and commits. The error is nil exactly when the commit is applied (now or, by its
 // receipt, earlier); a refusal is both the error and Result.Err.
 func (q *Queue) Publish(ctx context.Context, build Build) (catalog.Result, error) {
+	began := time.Now()
 	leave, err := q.enter(ctx)
 	if err != nil {
 		return catalog.Result{}, err
@@ -199,6 +200,7 @@ func (q *Queue) Publish(ctx context.Context, build Build) (catalog.Result, error
 		}
 		r, err := q.submit(ctx, c)
 		if err == nil {
+			q.metrics.whole.Observe(time.Since(began).Seconds())
 			return r, nil
 		}
 		if !errs.Has(err, errs.StaleRevision) && !errs.Has(err, errs.AttemptVoid) {

@@ -135,6 +135,9 @@ func run(ctx context.Context, plan load.Plan, out, image string, external bool) 
 		if plan.Floor != "" {
 			opts.Floor = l.Floor
 		}
+		if plan.Simulated {
+			opts.Publications = l.Within
+		}
 	}
 	s, err := load.Run(ctx, load.NewID(), opts)
 	fmt.Printf("\n%s\nreport: %s\n", s, filepath.Join(out, "report.html"))
