@@ -37,6 +37,7 @@ var bounded = map[protoreflect.FullName]string{
 // streamed says what bounds one message of a stream of answers that has a repeated field of messages.
 var streamed = map[protoreflect.FullName]string{
 	"dormouse.v1.VerifyCatalogResponse": "200 findings",
+	"dormouse.v1.BackupCatalogResponse": "256 entries, 1 MiB and one record",
 	"dormouse.v1.WatchFilesResponse":    "what fits into a frame of the guest",
 	"dormouse.node.v1.SessionResponse":  "a message of the journal: 500 entries, 1 MiB",
 }
