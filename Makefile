@@ -32,10 +32,12 @@ help: ## this list
 
 # ---- set-up -------------------------------------------------------------------
 
-.PHONY: tools tools-dev images images-test
+.PHONY: tools tools-test tools-dev images images-test
 tools: ## install the pinned real components (runsc, containerd, Redis ...)
 	@scripts/tools.sh demo
-tools-dev: ## and what only developers need (buf, linters)
+tools-test: # and the servers that only tests use
+	@scripts/tools.sh demo test
+tools-dev: ## and what only tests and developers need (other servers, buf, linters)
 	@scripts/tools.sh all
 images: tools ## build the images that demo and tests use
 	@scripts/images.sh
@@ -68,13 +70,13 @@ SOAK ?= 10m
 SOAKFLAGS ?=
 LOADFLAGS ?=
 FAULTFLAGS ?=
-test: tools images images-test build bundle ## every test, on real parts
+test: tools-test images images-test build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
 	go test -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -vE '$(HEAVY)') || status=1; \
 	go test -p 1 -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -E '$(HEAVY)') || status=1; \
 	exit $$status
-race: tools ## the race detector, on the packages that are concurrent and need no sandbox
+race: tools-test ## the race detector, on the packages that are concurrent and need no sandbox
 	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
 crash-matrix: tools images ## kill the daemons at every fault point, and a thousand interleavings
 	@scripts/crash-matrix.sh

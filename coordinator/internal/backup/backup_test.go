@@ -111,8 +111,8 @@ func onEach(t *testing.T, test func(t *testing.T, open func() catalog.Store)) {
 	t.Run("memory", func(t *testing.T) {
 		test(t, func() catalog.Store { return memory.New(memory.Options{}) })
 	})
-	t.Run("redis", func(t *testing.T) {
-		server, n := redistest.Start(t), 0
+	redistest.Each(t, func(t *testing.T, p redistest.Program) {
+		server, n := p.Start(t), 0
 		test(t, func() catalog.Store {
 			n++
 			s, err := redis.Open(t.Context(), redis.Options{Address: server.Socket, Catalog: fmt.Sprint("test-", n)})

@@ -15,8 +15,10 @@ import (
 
 // A server whose clock was set back by an hour has every lease live an hour longer. The holder shortens its own
 // when it renews; one that has died must not leave the catalog without a leader for that long.
-func TestLeaseOfASetBackClock(t *testing.T) {
-	server := redistest.Start(t)
+func TestLeaseOfASetBackClock(t *testing.T) { redistest.Each(t, leaseOfASetBackClock) }
+
+func leaseOfASetBackClock(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	s := open(t, redis.Options{Address: server.Socket, Catalog: "back"})
 	raw := goredis.NewClient(&goredis.Options{Network: "unix", Addr: server.Socket, ReadTimeout: time.Minute})
 	t.Cleanup(func() { _ = raw.Close() })

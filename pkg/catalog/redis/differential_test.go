@@ -19,8 +19,11 @@ import (
 
 // TestStoresAgree applies the same random batches to both stores and wants the same refusals, results
 // and, in the end, records, references and changes. A failure prints its seed.
-func TestStoresAgree(t *testing.T) {
-	server := redistest.Start(t)
+func TestStoresAgree(t *testing.T) { redistest.Each(t, storesAgree) }
+
+func storesAgree(t *testing.T, p redistest.Program) {
+	t.Parallel()
+	server := p.Start(t)
 	for _, seed := range []uint64{1, 2, 3, 4} {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			real := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket, Catalog: fmt.Sprint("seed-", seed)}))

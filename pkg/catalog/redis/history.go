@@ -176,6 +176,7 @@ func decodeSuspension(h map[string]string) (*catalog.Suspension, error) {
 type generation struct {
 	number uint64
 	runID  string
+	server string
 	over   chan struct{} // closed when another process was met
 }
 
@@ -187,14 +188,14 @@ func (s *Store) Generation() (uint64, <-chan struct{}) {
 }
 
 // met notes which process a new connection leads to.
-func (s *Store) met(runID string) {
+func (s *Store) met(runID, server string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.generation.runID == runID {
 		return
 	}
 	old := s.generation
-	s.generation = generation{number: old.number + 1, runID: runID, over: make(chan struct{})}
+	s.generation = generation{number: old.number + 1, runID: runID, server: server, over: make(chan struct{})}
 	if old.over != nil {
 		close(old.over)
 	}
@@ -209,6 +210,6 @@ func (s *Store) connected(ctx context.Context, cn *goredis.Conn) error {
 	if err != nil {
 		return err
 	}
-	s.met(fields["run_id"])
+	s.met(fields["run_id"], serverName(fields))
 	return nil
 }

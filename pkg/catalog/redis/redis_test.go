@@ -29,8 +29,15 @@ func open(t testing.TB, o redis.Options) *redis.Store {
 	return s
 }
 
-func TestConformance(t *testing.T) {
-	server := redistest.Start(t)
+func TestConformance(t *testing.T) { redistest.Each(t, conformance) }
+
+func conformance(t *testing.T, p redistest.Program) {
+	t.Parallel()
+	conformOn(t, p.Start(t))
+}
+
+func conformOn(t *testing.T, server *redistest.Server) {
+	t.Helper()
 	var n atomic.Int64
 	catalogtest.Run(t, func(t *testing.T, r catalog.Retention) catalog.Store {
 		return open(t, redis.Options{Address: server.Socket, Catalog: fmt.Sprint("test-", n.Add(1)), Retention: r})

@@ -14,8 +14,10 @@ import (
 )
 
 // A server that came back older takes no commit from a store that has seen more, not even the first one.
-func TestC21_RewoundServerTakesNothing(t *testing.T) {
-	server := redistest.Start(t)
+func TestC21_RewoundServerTakesNothing(t *testing.T) { redistest.Each(t, rewoundServerTakesNothing) }
+
+func rewoundServerTakesNothing(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	s, err := redis.Open(t.Context(), redis.Options{Address: server.Socket})
 	if err != nil {
 		t.Fatal(err)
@@ -54,8 +56,10 @@ func TestC21_RewoundServerTakesNothing(t *testing.T) {
 }
 
 // Restarting on all of its data is another generation, and loses nothing.
-func TestC15_GenerationCountsServers(t *testing.T) {
-	server := redistest.Start(t)
+func TestC15_GenerationCountsServers(t *testing.T) { redistest.Each(t, generationCountsServers) }
+
+func generationCountsServers(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	s, err := redis.Open(t.Context(), redis.Options{Address: server.Socket})
 	if err != nil {
 		t.Fatal(err)
@@ -84,8 +88,10 @@ func TestC15_GenerationCountsServers(t *testing.T) {
 }
 
 // A catalog whose server lost everything is another one.
-func TestC21_EmptiedServer(t *testing.T) {
-	server := redistest.Start(t)
+func TestC21_EmptiedServer(t *testing.T) { redistest.Each(t, emptiedServer) }
+
+func emptiedServer(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	s, err := redis.Open(t.Context(), redis.Options{Address: server.Socket})
 	if err != nil {
 		t.Fatal(err)
@@ -111,8 +117,10 @@ func TestC21_EmptiedServer(t *testing.T) {
 }
 
 // What the change log has forgotten is told by the marks.
-func TestMarksOutliveTheLog(t *testing.T) {
-	server := redistest.Start(t)
+func TestMarksOutliveTheLog(t *testing.T) { redistest.Each(t, marksOutliveTheLog) }
+
+func marksOutliveTheLog(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	s, err := redis.Open(t.Context(), redis.Options{Address: server.Socket, Retention: catalog.Retention{Changes: 1}})
 	if err != nil {
 		t.Fatal(err)
@@ -157,8 +165,10 @@ func related(t *testing.T, s catalog.Store, p catalog.Point, want catalog.Relati
 }
 
 // An epoch that the server lost and granted anew belongs to whom it was granted to last, though both know it by the same number.
-func TestC22_EpochGrantedTwice(t *testing.T) {
-	server := redistest.Start(t)
+func TestC22_EpochGrantedTwice(t *testing.T) { redistest.Each(t, epochGrantedTwice) }
+
+func epochGrantedTwice(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	first := open(t, redis.Options{Address: server.Socket})
 	server.Kill(t)
 	kept := server.Copy(t)
@@ -198,8 +208,10 @@ func TestC22_EpochGrantedTwice(t *testing.T) {
 }
 
 // What a store has seen stays what it has seen, also when the server has grown past that since it came back older.
-func TestC21_WitnessRemembers(t *testing.T) {
-	server := redistest.Start(t)
+func TestC21_WitnessRemembers(t *testing.T) { redistest.Each(t, witnessRemembers) }
+
+func witnessRemembers(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
 	server.Kill(t)
 	kept := server.Copy(t)
@@ -229,8 +241,10 @@ func TestC21_WitnessRemembers(t *testing.T) {
 }
 
 // A server that comes back older once more, in the middle of a repair, is not taken into service: what was put back is not there.
-func TestC17_ResumeWantsWhatWasPutBack(t *testing.T) {
-	server := redistest.Start(t)
+func TestC17_ResumeWantsWhatWasPutBack(t *testing.T) { redistest.Each(t, resumeWantsWhatWasPutBack) }
+
+func resumeWantsWhatWasPutBack(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
 	f.Must(catalogtest.Create(catalogtest.Sandbox("there")))
 	head := f.Seen()

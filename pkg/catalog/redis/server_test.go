@@ -24,10 +24,12 @@ func raw(t testing.TB, server *redistest.Server) *goredis.Client {
 	return c
 }
 
-func TestServerThatForgetsIsRefused(t *testing.T) {
+func TestServerThatForgetsIsRefused(t *testing.T) { redistest.Each(t, serverThatForgetsIsRefused) }
+
+func serverThatForgetsIsRefused(t *testing.T, p redistest.Program) {
 	for setting, value := range map[string]string{"appendonly": "no", "appendfsync": "everysec", "maxmemory-policy": "allkeys-lru"} {
 		t.Run(setting, func(t *testing.T) {
-			server := redistest.Start(t, setting, value)
+			server := p.Start(t, setting, value)
 			_, err := redis.Open(t.Context(), redis.Options{Address: server.Socket})
 			if !errs.Has(err, errs.StoreNotDurable) || !strings.Contains(err.Error(), setting) {
 				t.Errorf("got %v", err)
@@ -37,7 +39,11 @@ func TestServerThatForgetsIsRefused(t *testing.T) {
 }
 
 func TestServerThatComesBackForgetfulIsRefused(t *testing.T) {
-	server := redistest.Start(t)
+	redistest.Each(t, serverThatComesBackForgetfulIsRefused)
+}
+
+func serverThatComesBackForgetfulIsRefused(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
 	f.Must(catalogtest.Create(catalogtest.Sandbox("s")))
 	if err := raw(t, server).ConfigSet(t.Context(), "appendfsync", "everysec").Err(); err != nil {
@@ -67,7 +73,11 @@ func TestUnreachableServer(t *testing.T) {
 }
 
 func TestForgottenScriptsAreLoadedAgain(t *testing.T) {
-	server := redistest.Start(t)
+	redistest.Each(t, forgottenScriptsAreLoadedAgain)
+}
+
+func forgottenScriptsAreLoadedAgain(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
 	for i := range 3 {
 		if err := raw(t, server).ScriptFlush(t.Context()).Err(); err != nil {
@@ -77,8 +87,10 @@ func TestForgottenScriptsAreLoadedAgain(t *testing.T) {
 	}
 }
 
-func TestCatalogsInOneServerAreApart(t *testing.T) {
-	server := redistest.Start(t)
+func TestCatalogsInOneServerAreApart(t *testing.T) { redistest.Each(t, catalogsInOneServerAreApart) }
+
+func catalogsInOneServerAreApart(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	a := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket, Catalog: "a"}))
 	b := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket, Catalog: "b"}))
 	a.Must(catalogtest.Create(catalogtest.Sandbox("s")))
@@ -100,7 +112,11 @@ func TestCatalogsInOneServerAreApart(t *testing.T) {
 }
 
 func TestServerWithoutMemoryRefusesWhole(t *testing.T) {
-	server := redistest.Start(t)
+	redistest.Each(t, serverWithoutMemoryRefusesWhole)
+}
+
+func serverWithoutMemoryRefusesWhole(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
 	f.Must(catalogtest.Create(catalogtest.Sandbox("a")))
 	set := func(limit string) {
@@ -127,8 +143,10 @@ func TestServerWithoutMemoryRefusesWhole(t *testing.T) {
 
 // TestAcknowledgedSurvivesSIGKILL kills the server under load. What was acknowledged is there; what was
 // lost on the way is there exactly when its receipt says so.
-func TestAcknowledgedSurvivesSIGKILL(t *testing.T) {
-	server := redistest.Start(t)
+func TestAcknowledgedSurvivesSIGKILL(t *testing.T) { redistest.Each(t, acknowledgedSurvivesSIGKILL) }
+
+func acknowledgedSurvivesSIGKILL(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket}))
 	f.Must(catalogtest.Create(catalogtest.Volume("v")))
 	const writers = 8

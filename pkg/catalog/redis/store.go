@@ -102,7 +102,6 @@ type Store struct {
 	client      *goredis.Client
 	keys        layout
 	retention   catalog.Retention
-	server      string
 	incarnation atomic.Pointer[string]
 	seen        atomic.Pointer[catalog.Point] // nil: nothing
 	putBack     atomic.Pointer[catalog.Point] // by the repair that goes on, the last; nil: nothing
@@ -229,7 +228,15 @@ func serverFields(ctx context.Context, c informer) (map[string]string, error) {
 	return fields, nil
 }
 
-// identify learns who the server is, refuses one that is too old, and marks a new catalog.
+// serverName is what the server is, for people.
+func serverName(fields map[string]string) string {
+	if v := fields["valkey_version"]; v != "" {
+		return "valkey " + v
+	}
+	return "redis " + fields["redis_version"]
+}
+
+// identify refuses a server that is too old, and marks a new catalog.
 func (s *Store) identify(ctx context.Context) error {
 	fields, err := serverFields(ctx, s.client)
 	if err != nil {
@@ -239,10 +246,6 @@ func (s *Store) identify(ctx context.Context) error {
 	major, _, _ := strings.Cut(version, ".")
 	if n, err := strconv.Atoi(major); err != nil || n < 7 {
 		return errs.New(errs.NotSupported, "the store is version %q; Redis 7.0 or Valkey 7.2 is the oldest that works", version).With("feature", "store version")
-	}
-	s.server = "redis " + version
-	if v := fields["valkey_version"]; v != "" {
-		s.server = "valkey " + v
 	}
 	key := s.keys.one("incarnation")
 	if err := s.client.SetNX(ctx, key, uuid.NewString(), 0).Err(); err != nil {
@@ -289,9 +292,9 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 		return catalog.Status{}, readError(err)
 	}
 	s.mu.Lock()
-	runID := s.generation.runID
+	runID, server := s.generation.runID, s.generation.server
 	s.mu.Unlock()
-	st := catalog.Status{Server: s.server, RunID: runID, Incarnation: inc.Val(), Durability: "appendfsync always", Tombstones: int(tombs.Val()), Restored: restored.Val()}
+	st := catalog.Status{Server: server, RunID: runID, Incarnation: inc.Val(), Durability: "appendfsync always", Tombstones: int(tombs.Val()), Restored: restored.Val()}
 	var err error
 	if st.Seq, err = number(seq); err != nil {
 		return catalog.Status{}, err

@@ -218,7 +218,11 @@ func spied(t *testing.T, server *redistest.Server, client *goredis.Client, run f
 // C28: a tombstone has no name and no reference, protects nothing and is in no list; publishing, reading and listing touch
 // none; they are forgotten once their time is over, a bounded number at a time, without being read.
 func TestC28_TombstonesAreBareAndCompactedUnread(t *testing.T) {
-	server := redistest.Start(t)
+	redistest.Each(t, tombstonesAreBareAndCompactedUnread)
+}
+
+func tombstonesAreBareAndCompactedUnread(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	f := catalogtest.NewFixture(t, open(t, redis.Options{Address: server.Socket, Retention: catalog.Retention{Tombstones: time.Hour}}))
 	brief := open(t, redis.Options{Address: server.Socket, Retention: catalog.Retention{Tombstones: time.Millisecond}})
 	client := raw(t, server)

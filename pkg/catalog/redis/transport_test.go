@@ -8,7 +8,6 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"errors"
-	"fmt"
 	"io"
 	"math/big"
 	mathrand "math/rand/v2"
@@ -16,12 +15,10 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
-	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/catalog/catalogtest"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
@@ -59,9 +56,11 @@ func forward(t *testing.T, listener net.Listener, server *redistest.Server) {
 	})
 }
 
-func TestPasswordOverTCP(t *testing.T) {
+func TestPasswordOverTCP(t *testing.T) { redistest.Each(t, passwordOverTCP) }
+
+func passwordOverTCP(t *testing.T, p redistest.Program) {
 	const secret = "correct-horse"
-	server := redistest.Start(t, "requirepass", secret)
+	server := p.Start(t, "requirepass", secret)
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -138,8 +137,11 @@ func freePort(t *testing.T) string {
 }
 
 // TestConformanceInClusterMode shows that all keys of a catalog, the scripts' own too, are in one slot.
-func TestConformanceInClusterMode(t *testing.T) {
-	server := redistest.Start(t, "cluster-enabled", "yes", "bind", "127.0.0.1", "cluster-port", freePort(t))
+func TestConformanceInClusterMode(t *testing.T) { redistest.Each(t, conformanceInClusterMode) }
+
+func conformanceInClusterMode(t *testing.T, p redistest.Program) {
+	server := p.Start(t, "cluster-enabled", "yes", "bind", "127.0.0.1", "cluster-port", freePort(t))
+	t.Parallel() // the port is taken
 	client := raw(t, server)
 	if err := client.ClusterAddSlotsRange(t.Context(), 0, 16383).Err(); err != nil {
 		t.Fatal(err)
@@ -148,8 +150,5 @@ func TestConformanceInClusterMode(t *testing.T) {
 		info, err := client.ClusterInfo(t.Context()).Result()
 		return err == nil && strings.Contains(info, "cluster_state:ok")
 	})
-	var n atomic.Int64
-	catalogtest.Run(t, func(t *testing.T, r catalog.Retention) catalog.Store {
-		return open(t, redis.Options{Address: server.Socket, Catalog: fmt.Sprint("test-", n.Add(1)), Retention: r})
-	})
+	conformOn(t, server)
 }

@@ -1,4 +1,4 @@
-// Package redistest runs a real Redis server for a test: a process of its own, with a folder and a unix
+// Package redistest runs a real server, of Redis or Valkey, for a test: a process of its own, with a folder and a unix
 // socket of its own and no port, which the test may kill, pause and start again on its data.
 package redistest
 
@@ -19,6 +19,32 @@ import (
 // startBudget is how long a server may take to load its data and answer.
 const startBudget = 30 * time.Second
 
+// Program is one of the servers that the catalog is kept in.
+type Program struct {
+	// Name is that of its subtests. Reports is what a catalog in it says about its server, up to the pinned patch.
+	Name, Reports string
+	binary        string
+}
+
+// Programs are the servers that tests run on: the oldest that works, which is also the one that everything
+// else is tested with, and the newest of each kind.
+var (
+	Oldest   = Program{Name: "redis-7.0", Reports: "redis 7.0.", binary: "redis-server"}
+	Programs = []Program{
+		Oldest,
+		{Name: "redis-8", Reports: "redis 8.", binary: "redis8-server"},
+		{Name: "valkey-9", Reports: "valkey 9.", binary: "valkey9-server"},
+	}
+)
+
+// Each runs a test on every server.
+func Each(t *testing.T, test func(*testing.T, Program)) {
+	t.Helper()
+	for _, p := range Programs {
+		t.Run(p.Name, func(t *testing.T) { test(t, p) })
+	}
+}
+
 // Server is a running, or killed, server. It is not safe for concurrent use.
 type Server struct {
 	// Socket is where it listens, the same after a restart.
@@ -30,16 +56,22 @@ type Server struct {
 	log          bytes.Buffer
 }
 
+// Start runs the oldest server, as Program.Start does.
+func Start(t testing.TB, settings ...string) *Server {
+	t.Helper()
+	return Oldest.Start(t, settings...)
+}
+
 // Start runs a durable server (appendonly, appendfsync always). Settings are pairs of name and value
 // that override. The test's cleanup ends the server and removes its data.
-func Start(t testing.TB, settings ...string) *Server {
+func (p Program) Start(t testing.TB, settings ...string) *Server {
 	t.Helper()
 	// Not t.TempDir: the path of a unix socket is short, a test's name is not.
 	dir, err := os.MkdirTemp("", "dmredis")
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &Server{dir: dir, Socket: filepath.Join(dir, "s"), program: tools.Path(t, "redis-server"), settings: settings}
+	s := &Server{dir: dir, Socket: filepath.Join(dir, "s"), program: tools.Path(t, p.binary), settings: settings}
 	t.Cleanup(func() {
 		s.Kill(t)
 		os.RemoveAll(dir)
@@ -73,6 +105,12 @@ func (s *Server) Restart(t testing.TB) {
 			t.Fatalf("redis-server does not answer: %v\n%s", err, s.log.String())
 		}
 	}
+}
+
+// Become makes a killed server another program, which the next Restart starts on the same data.
+func (s *Server) Become(t testing.TB, p Program) {
+	t.Helper()
+	s.program = tools.Path(t, p.binary)
 }
 
 // ping waits up to 50 ms for one answer.
