@@ -120,7 +120,11 @@ func TestC08ReadinessWaitsForNoWriter(t *testing.T) {
 // A term that finds another server process in the middle of reading the catalog does not begin with what it has read: it
 // reads all of it again.
 func TestC17RecoveryAcrossATransportChangeStartsAgain(t *testing.T) {
-	server := redistest.Start(t)
+	redistest.Each(t, recoveryAcrossATransportChangeStartsAgain)
+}
+
+func recoveryAcrossATransportChangeStartsAgain(t *testing.T, p redistest.Program) {
+	server := p.Start(t)
 	r := newRig(t)
 	s := r.held(server, catalog.KindOperation) // the last of what is read
 	<-s.asked
