@@ -1,7 +1,7 @@
 // Package mutant breaks Dormouse on purpose, in builds with the tag mutants: the robustness suite (test/robustness) has to
 // notice each variant, or it is worth nothing. In any other build there is nothing of it: On is the constant false.
 //
-// The variant is chosen by the environment variable DORMOUSE_MUTANT. Each stands at the one place that it breaks.
+// The variant is chosen by the environment variable DORMOUSE_MUTANT. Each stands at the place that it breaks.
 package mutant
 
 // Name of a variant.
@@ -17,9 +17,11 @@ const (
 	NoTombstone Name = "no-tombstone"
 	// DroppedReference: a commit that is built again after a conflict has lost its references.
 	DroppedReference Name = "dropped-reference"
+	// BlindRetry: a commit whose reply was lost is not settled, but sent again as if it were another operation's.
+	BlindRetry Name = "blind-retry"
 )
 
 // Names lists the variants.
 func Names() []Name {
-	return []Name{NoEpochCheck, StaleView, NoTombstone, DroppedReference}
+	return []Name{NoEpochCheck, StaleView, NoTombstone, DroppedReference, BlindRetry}
 }

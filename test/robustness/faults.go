@@ -1,11 +1,13 @@
 package robustness
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -32,10 +34,12 @@ type planned struct {
 // strike is how a fault is done: it returns once it is healed.
 type strike func(f *faults, ctx context.Context, p planned) error
 
-var strikes = []struct {
+type fault struct {
 	kind string
 	do   strike
-}{
+}
+
+var strikes = []fault{
 	{"server killed", (*faults).killServer},
 	{"server stopped", (*faults).stopServer},
 	{"server came back with a copy", (*faults).oldCopy},
@@ -51,8 +55,14 @@ var strikes = []struct {
 	{"session of a node replaced", (*faults).replaceSession},
 }
 
-// schedule chooses the faults of a seed. Seeds that follow each other have all kinds, whatever chance does.
-func schedule(seed uint64, count int, ops int64) []planned {
+// aimed are faults of one commit, which a run has by name alone.
+var aimed = []fault{
+	{"reply to a commit lost", (*faults).loseReply},
+	{"commit of a leader late", (*faults).delayCommit},
+}
+
+// schedule chooses the faults of a seed. Seeds that follow each other have all kinds, whatever chance does; or there is one only.
+func schedule(seed uint64, count int, ops int64, only string) []planned {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	deck := make([]int, 0, len(strikes))
 	for i := range count {
@@ -62,7 +72,7 @@ func schedule(seed uint64, count int, ops int64) []planned {
 	var all []planned
 	for i, kind := range deck {
 		all = append(all, planned{
-			Kind: strikes[kind].kind, After: ops * int64(2*i+1) / int64(2*count), Leader: rng.IntN(4) > 0, Node: rng.IntN(nodes),
+			Kind: cmp.Or(only, strikes[kind].kind), After: ops * int64(2*i+1) / int64(2*count), Leader: rng.IntN(4) > 0, Node: rng.IntN(nodes),
 			Hold: 100*time.Millisecond + time.Duration(rng.Int64N(int64(1500*time.Millisecond))), Bytes: 1 + rng.Int64N(20<<10),
 		})
 	}
@@ -85,6 +95,7 @@ type faults struct {
 	traffic *traffic
 	windows []window
 	struck  []struck
+	lost    int // volumes of loseReply
 }
 
 // run strikes as planned, one fault at a time, each once the system has recovered from the one before.
@@ -106,7 +117,7 @@ func (f *faults) run(ctx context.Context, plan []planned) error {
 			return nil
 		}
 		s := struck{planned: p, Begin: f.traffic.now()}
-		for _, k := range strikes {
+		for _, k := range slices.Concat(strikes, aimed) {
 			if k.kind == p.Kind {
 				err = k.do(f, ctx, p)
 			}

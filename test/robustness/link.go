@@ -1,10 +1,12 @@
 package robustness
 
 import (
+	"bytes"
 	"errors"
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -16,7 +18,8 @@ type link struct {
 
 	mu      sync.Mutex
 	closed  bool
-	conns   map[net.Conn]bool
+	conns   map[net.Conn]bool // false: not to be cut now
+	trap    *trap
 	refuse  bool          // new connections end at once
 	mute    bool          // requests reach the server, its replies are dropped
 	delay   time.Duration // before each reply
@@ -43,13 +46,66 @@ func (l *link) close() error {
 	return err
 }
 
-// cut ends all connections; new ones are made as they come.
+// cut ends all connections but one whose request is held up; new ones are made as they come.
 func (l *link) cut() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for c := range l.conns {
-		c.Close()
+	l.cutAll()
+}
+
+// cutAll wants the lock.
+func (l *link) cutAll() {
+	for c, may := range l.conns {
+		if may {
+			c.Close()
+		}
 	}
+}
+
+// trap waits for one request, the first with its mark. It is delivered once it may be; its reply is lost.
+type trap struct {
+	mark []byte
+	// alone: from then on nothing else passes the link, until it is told otherwise.
+	alone                    bool
+	caught, deliver, replied chan struct{}
+}
+
+// lay sets a trap. The caller closes deliver in any case.
+func (l *link) lay(mark string, alone bool) *trap {
+	t := &trap{[]byte(mark), alone, make(chan struct{}), make(chan struct{}), make(chan struct{})}
+	l.set(func(l *link) { l.trap = t })
+	return t
+}
+
+// lift takes the trap away, and tells whether it has caught something.
+func (l *link) lift(t *trap) bool {
+	l.set(func(l *link) { l.trap = nil })
+	select {
+	case <-t.caught:
+		return true
+	default:
+		return false
+	}
+}
+
+// catches gives the trap that a request is caught by, and protects the connections that it takes from cuts.
+func (l *link) catches(request []byte, takes ...net.Conn) *trap {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	t := l.trap
+	if t == nil || !bytes.Contains(request, t.mark) {
+		return nil
+	}
+	l.trap = nil
+	for _, c := range takes {
+		l.conns[c] = false
+	}
+	if t.alone {
+		l.refuse = true
+		l.cutAll()
+	}
+	close(t.caught)
+	return t
 }
 
 // set changes how it treats what passes.
@@ -103,12 +159,17 @@ func (l *link) serve(client net.Conn) {
 	if !l.track(server) {
 		return
 	}
+	var caughtBy atomic.Pointer[trap]
 	l.wg.Go(func() { // ends when either side is closed
 		defer client.Close()
 		defer server.Close()
 		buf := make([]byte, 64<<10)
 		for {
 			n, err := server.Read(buf)
+			if t := caughtBy.Load(); t != nil {
+				close(t.replied)
+				return
+			}
 			if n > 0 && !l.pass(client, buf[:n]) {
 				return
 			}
@@ -121,6 +182,10 @@ func (l *link) serve(client net.Conn) {
 	for {
 		n, err := client.Read(buf)
 		if n > 0 {
+			if t := l.catches(buf[:n], client, server); t != nil {
+				<-t.deliver
+				caughtBy.Store(t)
+			}
 			if _, err := server.Write(buf[:n]); err != nil {
 				return
 			}

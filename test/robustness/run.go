@@ -23,12 +23,16 @@ type Options struct {
 	Operations int64
 	// Faults of the run.
 	Faults int
+	// Only is the kind that they are of, if it is not empty.
+	Only string
 	// Binary is the coordinator.
 	Binary string
 	// Variant is a mutation that the binary has, or empty.
 	Variant string
 	// Out, if it is not empty, is a folder for what helps to understand a run that found something.
 	Out string
+	// Patience is how long an operation of unknown outcome is asked for; minutes, if it is zero.
+	Patience time.Duration
 	// Limit of the run; minutes, if it is zero.
 	Limit time.Duration
 }
@@ -53,8 +57,9 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 		err = errors.Join(err, w.close())
 	}()
 	t := newTraffic(w, o.Operations)
+	t.patience = cmp.Or(o.Patience, patience)
 	f := &faults{world: w, traffic: t}
-	plan := schedule(o.Seed, o.Faults, o.Operations)
+	plan := schedule(o.Seed, o.Faults, o.Operations, o.Only)
 	failed := drive(ctx, o, t, f, plan)
 	if failed == nil {
 		t.sweep(ctx)

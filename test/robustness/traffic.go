@@ -20,7 +20,7 @@ const (
 	cells   = 8
 	// budget of one call.
 	budget = 8 * time.Second
-	// patience is how long an operation of unknown outcome is asked for.
+	// patience is how long an operation of unknown outcome is asked for, and a fault waits for what it needs.
 	patience = 3 * time.Minute
 	// leaves is how many operations of a cell may stay of unknown outcome: each doubles what the checker has to think of, at least.
 	leaves = 2
@@ -38,6 +38,8 @@ type traffic struct {
 	history
 	count atomic.Int64 // operations that were answered, or are of unknown outcome
 	quota int64        // of those
+	// patience is how long an operation of unknown outcome is asked for.
+	patience time.Duration
 
 	gate sync.RWMutex // held for writing while there is to be no traffic
 
@@ -48,7 +50,7 @@ type traffic struct {
 }
 
 func newTraffic(w *world, quota int64) *traffic {
-	return &traffic{world: w, history: *newHistory(), quota: quota}
+	return &traffic{world: w, history: *newHistory(), quota: quota, patience: patience}
 }
 
 // succeededAt keeps the times in which no mutation succeeded.
@@ -161,7 +163,7 @@ func (t *traffic) one(ctx context.Context, worker int, rng *rand.Rand) Outcome {
 
 // do makes the call and, where its outcome is unknown, asks for it again.
 func (t *traffic) do(ctx context.Context, r *Record, via int, resolves bool) {
-	until, cancel := context.WithTimeout(ctx, patience)
+	until, cancel := context.WithTimeout(ctx, t.patience)
 	defer cancel()
 	for {
 		r.Attempts++

@@ -9,6 +9,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 )
 
@@ -100,6 +101,10 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 	if err == nil && res.Seq != 0 && !res.Replayed {
 		op.revision, op.fresh = res.Revisions[records.OperationKey(op.Tenant, op.ID)], true
 		return &op, nil
+	}
+	if err != nil && !errs.NotStartedFor(err) && mutant.On(mutant.BlindRetry) {
+		c.OperationID = uid.New()
+		return e.accept(ctx, c, kind, request, secrets, d)
 	}
 	switch {
 	case w.placed == "":

@@ -10,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // The life of an item. Whoever moves it out of queued owns its fate.
@@ -125,7 +126,7 @@ func (q *Queue) sendBatch(batch []*item) {
 		for i, it := range batch {
 			q.answer(it, results[i])
 		}
-	case errs.NotStartedFor(err):
+	case errs.NotStartedFor(err) || mutant.On(mutant.BlindRetry):
 		for _, it := range batch {
 			q.metrics.refused.WithLabelValues(string(errs.ReasonOf(err))).Inc()
 			it.reply(catalog.Result{}, err)
