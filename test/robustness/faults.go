@@ -96,6 +96,8 @@ type faults struct {
 	windows []window
 	struck  []struck
 	lost    int // volumes of loseReply
+	// patience is how long a fault waits for what it needs.
+	patience time.Duration
 }
 
 // run strikes as planned, one fault at a time, each once the system has recovered from the one before.
@@ -137,7 +139,7 @@ func (f *faults) run(ctx context.Context, plan []planned) error {
 // recovered waits for a mutation that succeeds.
 func (f *faults) recovered(ctx context.Context, s *struck) error {
 	t := f.traffic
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, f.patience)
 	defer cancel()
 	return until(ctx, "a mutation succeeds after it", func() error {
 		if t.hopeless() {
@@ -339,7 +341,7 @@ func (f *faults) cutLog(ctx context.Context, p planned) error {
 func (f *faults) rewind(ctx context.Context, change func() error) error {
 	f.traffic.gate.Lock()
 	defer f.traffic.gate.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, f.patience)
 	defer cancel()
 	var head *dormousev1.HistoryPoint
 	if err := until(ctx, "the journals have everything", func() (err error) { head, err = f.settled(ctx); return err }); err != nil {

@@ -33,6 +33,8 @@ type Options struct {
 	Out string
 	// Patience is how long an operation of unknown outcome is asked for; minutes, if it is zero.
 	Patience time.Duration
+	// FaultPatience is how long a fault waits for what it needs, and for the system to be back; as Patience.
+	FaultPatience time.Duration
 	// Limit of the run; minutes, if it is zero.
 	Limit time.Duration
 }
@@ -58,10 +60,10 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	}()
 	t := newTraffic(w, o.Operations)
 	t.patience = cmp.Or(o.Patience, patience)
-	f := &faults{world: w, traffic: t}
+	f := &faults{world: w, traffic: t, patience: cmp.Or(o.FaultPatience, patience)}
 	plan := schedule(o.Seed, o.Faults, o.Operations, o.Only)
 	failed := drive(ctx, o, t, f, plan)
-	if failed == nil {
+	if failed == nil || o.Variant != "" { // a variant may leave a system that does not recover, and what it says is what counts
 		t.sweep(ctx)
 	}
 	wrong := w.validate(ctx)

@@ -17,7 +17,7 @@ func labelled(key, value string) string { return fmt.Sprintf("%q:%q", key, value
 
 // loseReply has a commit of the leader applied and its reply lost: the volume's creation has to be answered truly.
 func (f *faults) loseReply(ctx context.Context, p planned) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, f.patience)
 	defer cancel()
 	return until(ctx, "the reply to a commit is lost", func() error {
 		i, err := f.coordinator(ctx, true)
@@ -40,7 +40,7 @@ func (f *faults) loseReply(ctx context.Context, p planned) error {
 // delayCommit has a commit of the leader arrive at the server when another coordinator leads and has committed. Nothing
 // else of the leader arrives meanwhile.
 func (f *faults) delayCommit(ctx context.Context, p planned) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, f.patience)
 	defer cancel()
 	var leader int
 	var t *trap

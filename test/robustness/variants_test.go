@@ -14,7 +14,7 @@ import (
 var hunts = map[mutant.Name]Options{
 	mutant.NoEpochCheck:     {Only: "commit of a leader late", Faults: 1, Operations: 100, Patience: 3 * time.Second},
 	mutant.BlindRetry:       {Only: "reply to a commit lost", Faults: 2, Operations: 100, Patience: 3 * time.Second},
-	mutant.StaleView:        {Only: "server came back with a copy", Faults: 1, Operations: 300, Patience: 3 * time.Second},
+	mutant.StaleView:        {Only: "server came back with a copy", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 20 * time.Second},
 	mutant.NoTombstone:      {Operations: 1000, Patience: 3 * time.Second},
 	mutant.DroppedReference: {Operations: 1000, Patience: 3 * time.Second},
 }
