@@ -92,7 +92,7 @@ func (f *faults) catch(ctx context.Context, coordinator int) (*trap, error) {
 	select {
 	case <-t.caught:
 		cancel()
-		<-done
+		_ = <-done // that of the context
 		return t, nil
 	case err = <-done:
 	}
@@ -100,5 +100,8 @@ func (f *faults) catch(ctx context.Context, coordinator int) (*trap, error) {
 		return t, nil
 	}
 	close(t.deliver)
-	return nil, fmt.Errorf("no commit of coordinator %d: %v", coordinator, err)
+	if err == nil {
+		err = errors.New("another made it")
+	}
+	return nil, fmt.Errorf("no commit of coordinator %d: %w", coordinator, err)
 }
