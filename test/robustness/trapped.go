@@ -83,18 +83,18 @@ func (f *faults) catch(ctx context.Context, coordinator int) (*trap, error) {
 	t := l.lay(labelled(label, id), true)
 	call, cancel := context.WithTimeout(ctx, budget)
 	defer cancel()
-	done := make(chan error, 1)
-	go func() { // ends with the call
-		_, err := f.world.user[coordinator].CreateVolume(call, &dormousev1.CreateVolumeRequest{Labels: map[string]string{label: id}})
-		done <- err
-	}()
 	var err error
+	done := make(chan struct{})
+	go func() { // ends with the call
+		defer close(done)
+		_, err = f.world.user[coordinator].CreateVolume(call, &dormousev1.CreateVolumeRequest{Labels: map[string]string{label: id}})
+	}()
 	select {
 	case <-t.caught:
 		cancel()
-		_ = <-done // that of the context
+		<-done
 		return t, nil
-	case err = <-done:
+	case <-done:
 	}
 	if l.lift(t) {
 		return t, nil
