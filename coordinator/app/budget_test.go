@@ -5,9 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/dormouse-run/dormouse/coordinator/app"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
-	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -80,32 +78,5 @@ func TestC23ShortBudgetEndsTheCallOnly(t *testing.T) {
 	}
 	if len(began) != 0 {
 		t.Errorf("the node was asked %d times more", len(began))
-	}
-}
-
-// A publication that truly takes a minute, within a budget of 300 s: no timer on the way ends it, and none has it done twice.
-func TestC23PublicationOfAMinute(t *testing.T) {
-	t.Parallel()
-	r := newRig(t, func(c *app.Config) { c.Lease.TTL = app.DefaultConfig().Lease.TTL })
-	r.onRedis(redistest.Start(t))
-	asked := make(chan struct{}, 8)
-	c, u := r.checkpointing(func(ctx context.Context) {
-		asked <- struct{}{}
-		minute := time.NewTimer(time.Minute)
-		defer minute.Stop()
-		select {
-		case <-minute.C:
-		case <-ctx.Done():
-			t.Error("the node's call was cut:", errs.From(ctx.Err()))
-		}
-	})
-	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Second)
-	defer cancel()
-	made, err := c.CheckpointSandbox(ctx, &dormousev1.CheckpointSandboxRequest{OperationId: uid.New(), Uid: u})
-	if err != nil || made.GetSnapshot().GetStatus().GetPhase() != dormousev1.SnapshotPhase_SNAPSHOT_PHASE_READY {
-		t.Fatalf("%v, %v", made, err)
-	}
-	if len(asked) != 1 {
-		t.Errorf("the node was asked %d times", len(asked))
 	}
 }

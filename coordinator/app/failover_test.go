@@ -280,12 +280,6 @@ func TestC22PausedCoordinator(t *testing.T) {
 	pausedCoordinator(t, time.Second, 4*time.Second)
 }
 
-// A true minute, under the default settings: how long the takeover took is in the log.
-func TestC22PausedForAMinute(t *testing.T) {
-	t.Parallel()
-	pausedCoordinator(t, app.DefaultConfig().Lease.TTL, time.Minute)
-}
-
 func pausedCoordinator(t *testing.T, ttl, pause time.Duration) {
 	server := redistest.Start(t)
 	r := newRig(t, func(c *app.Config) { c.Lease.TTL = ttl })

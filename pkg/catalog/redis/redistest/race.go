@@ -1,0 +1,5 @@
+//go:build race
+
+package redistest
+
+var tested = 1
