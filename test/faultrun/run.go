@@ -7,12 +7,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"strings"
 	"sync"
 	"time"
-
-	"google.golang.org/grpc"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -76,7 +73,7 @@ func Run(ctx context.Context, c *local.Cluster, opts Options) (_ *Report, err er
 		return nil, err
 	}
 	reach := c.Reach()
-	r.api, err = client.Dial(client.Config{Addr: reach.Addr, APIKeyFile: reach.APIKeyFile}, grpc.WithChainUnaryInterceptor(r.unary), grpc.WithChainStreamInterceptor(r.stream))
+	r.api, err = client.Dial(client.Config{Addr: reach.Addr, APIKeyFile: reach.APIKeyFile}, probe.FailedCalls(r.failed)...)
 	if err != nil {
 		return nil, err
 	}
@@ -192,41 +189,11 @@ func (r *run) found(err error) string {
 
 // ---- failed calls (F12) ---------------------------------------------------------
 
-func (r *run) unary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-	err := invoke(ctx, method, req, reply, cc, opts...)
-	r.failed(ctx, method, err)
-	return err
-}
-
-func (r *run) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-	s, err := open(ctx, desc, cc, method, opts...)
-	if err != nil {
-		r.failed(ctx, method, err)
-		return nil, err
-	}
-	return &watched{ClientStream: s, r: r, method: method}, nil
-}
-
-type watched struct {
-	grpc.ClientStream
-	r      *run
-	method string
-}
-
-// RecvMsg implements grpc.ClientStream.
-func (w *watched) RecvMsg(m any) error {
-	err := w.ClientStream.RecvMsg(m)
-	if !errors.Is(err, io.EOF) {
-		w.r.failed(w.Context(), w.method, err)
-	}
-	return err
-}
-
 // expected marks calls that are to be refused.
 type expected struct{}
 
-func (r *run) failed(ctx context.Context, method string, err error) {
-	if err == nil || ctx.Err() != nil || ctx.Value(expected{}) != nil {
+func (r *run) failed(ctx context.Context, method string, _ time.Time, err error) {
+	if ctx.Err() != nil || ctx.Value(expected{}) != nil {
 		return
 	}
 	e := wire.FromStatus(err)

@@ -18,6 +18,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/wire"
+	"github.com/dormouse-run/dormouse/test/load/probe"
 )
 
 // Share is what a worker is told first, over its standard input: which subjects are its own, and how to reach the cluster.
@@ -78,7 +79,7 @@ func Work(ctx context.Context, in io.Reader, out io.Writer) error {
 		return fmt.Errorf("read the share: %w", err)
 	}
 	var err error
-	if w.api, err = w.share.Reach.dial(grpc.WithChainUnaryInterceptor(w.attempt), grpc.WithChainStreamInterceptor(w.stream)); err != nil {
+	if w.api, err = w.share.Reach.dial(probe.FailedCalls(w.failed)...); err != nil {
 		return err
 	}
 	defer func() { _ = w.api.Close() }()
@@ -152,43 +153,10 @@ func (w *worker) one(ctx context.Context, o *one, c command, began, at time.Time
 
 type stepKey struct{}
 
-// attempt notes each failed call, those too that the client library tries again.
-func (w *worker) attempt(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-	called := time.Now()
-	err := invoke(ctx, method, req, reply, cc, opts...)
-	w.failed(ctx, method, called, err)
-	return err
-}
-
-// stream does the same for streams.
-func (w *worker) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-	called := time.Now()
-	s, err := open(ctx, desc, cc, method, opts...)
-	if err != nil {
-		w.failed(ctx, method, called, err)
-		return nil, err
-	}
-	return &watched{ClientStream: s, failed: func(err error) { w.failed(ctx, method, called, err) }}, nil
-}
-
-// watched is a stream whose failure is noted.
-type watched struct {
-	grpc.ClientStream
-	failed func(error)
-}
-
-// RecvMsg implements grpc.ClientStream.
-func (s *watched) RecvMsg(m any) error {
-	err := s.ClientStream.RecvMsg(m)
-	if err != nil && !errors.Is(err, io.EOF) && s.Context().Err() == nil {
-		s.failed(err)
-	}
-	return err
-}
-
+// failed notes a call that failed, also one that the client library tries again.
 func (w *worker) failed(ctx context.Context, method string, called time.Time, err error) {
 	step, ok := ctx.Value(stepKey{}).(*Event)
-	if err == nil || !ok {
+	if !ok {
 		return
 	}
 	e := &Event{What: "attempt", At: time.Now(), Phase: step.Phase, Round: step.Round, Client: step.Client, Subject: step.Subject, Method: method}

@@ -8,10 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
-	"net"
-	"net/http"
 	"os"
 	"path/filepath"
 	"time"
@@ -129,24 +126,10 @@ func (l *Cluster) Within(ctx context.Context, limit time.Duration) (share float6
 
 // metrics reads what the coordinator counts.
 func (l *Cluster) metrics(ctx context.Context) (map[string]*dto.MetricFamily, error) {
-	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		var d net.Dialer
-		return d.DialContext(ctx, "unix", l.AdminSocket())
-	}}
-	defer transport.CloseIdleConnections()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://admin/metrics", nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := transport.RoundTrip(req)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = resp.Body.Close() }() // read to the end
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
+	var text bytes.Buffer
+	if err := stack.FetchAdmin(ctx, l.AdminSocket(), "/metrics", &text); err != nil {
 		return nil, err
 	}
 	parser := expfmt.NewTextParser(model.UTF8Validation)
-	return parser.TextToMetricFamilies(bytes.NewReader(text))
+	return parser.TextToMetricFamilies(&text)
 }
