@@ -25,7 +25,7 @@ const (
 	coordinatorMost, redisMost                   = 100, 125 // MiB
 )
 
-// catalogMemory fills the cluster's catalog with copies of a sandbox and a snapshot that the coordinator recorded itself, as if they were on
+// catalogMemory fills the cluster's catalog with copies of a sandbox, a snapshot and a tombstone that the coordinator recorded itself, as if they were on
 // a node that is away, and looks at both processes once a coordinator leads with it and everything was listed.
 func (b *bench) catalogMemory(ctx context.Context) ([]Row, error) {
 	s, err := b.create(ctx, 64*mib, nil)
@@ -33,6 +33,13 @@ func (b *bench) catalogMemory(ctx context.Context) ([]Row, error) {
 		return nil, err
 	}
 	if _, err := s.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{}); err != nil {
+		return nil, err
+	}
+	buried, err := s.Checkpoint(ctx, &dormousev1.CheckpointSandboxRequest{Name: "before-the-upgrade"})
+	if err != nil {
+		return nil, err
+	}
+	if err := buried.Delete(ctx, ""); err != nil {
 		return nil, err
 	}
 	if err := b.cluster.KillCoordinator(ctx); err != nil {
@@ -139,10 +146,15 @@ func fillCatalog(ctx context.Context, socket string) error {
 			}
 		}
 	}
+	tombs, err := store.ListTombstones(ctx, snapshot.Tenant, catalog.KindSnapshot, "", 1)
+	if err != nil || len(tombs.Tombstones) != 1 {
+		return fmt.Errorf("no tombstone to copy: %w", err)
+	}
+	trace := tombs.Tombstones[0].Body
 	for i := range usedTombstones {
 		one := another(snapshot)
 		made := catalog.Commit{Puts: []catalog.Put{{Record: one}}, Transient: true}
-		gone := catalog.Commit{Deletes: []catalog.Delete{{Key: one.Key, ExpectRevision: 1, Tombstone: true, Body: []byte(`{"format":1,"body":{"deleted":"2026-01-01T00:00:00Z"}}`)}}, Transient: i%7 != 0}
+		gone := catalog.Commit{Deletes: []catalog.Delete{{Key: one.Key, ExpectRevision: 1, Tombstone: true, Body: trace}}, Transient: i%7 != 0}
 		if err := f.add(ctx, made, gone); err != nil {
 			return err
 		}

@@ -104,8 +104,8 @@ func (s snapshotService) listDeleted(ctx context.Context, tenant string, req *do
 		return err
 	}
 	for _, tomb := range tombs.Tombstones {
-		var trace records.Trace
-		if err := records.Decode(tomb.Body, &trace); err != nil {
+		trace, err := records.DecodeTrace(tomb.Body)
+		if err != nil {
 			return err
 		}
 		if !matches(trace.Name, trace.Source) {

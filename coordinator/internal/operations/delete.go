@@ -200,7 +200,7 @@ func (e *Engine) burial(ctx context.Context, r catalog.Reader, t *task, key cata
 	if err != nil {
 		return catalog.Commit{}, err
 	}
-	trace, err := records.Encode(e.trace(rec, t.op.ID))
+	trace, err := records.EncodeTrace(e.trace(rec, t.op.ID))
 	if err != nil {
 		return catalog.Commit{}, err
 	}
@@ -218,7 +218,7 @@ func (e *Engine) burial(ctx context.Context, r catalog.Reader, t *task, key cata
 }
 
 func (e *Engine) trace(rec catalog.Record, operation string) records.Trace {
-	tr := records.Trace{Name: rec.Name, OperationID: operation, Deleted: e.now(), Created: rec.Created}
+	tr := records.Trace{Name: rec.Name, OperationID: operation, Created: rec.Created}
 	if rec.Kind == catalog.KindSnapshot {
 		if s, err := records.SnapshotOf(rec); err == nil {
 			tr.Name, tr.Source, tr.Created = s.Name, s.SourceSandboxUID, s.Created

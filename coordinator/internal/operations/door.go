@@ -57,8 +57,8 @@ func (e *Engine) find(ctx context.Context, r catalog.Reader, field string, key c
 	if terr != nil {
 		return rec, terr
 	}
-	var trace records.Trace
-	if err := records.Decode(tomb.Body, &trace); err != nil || trace.Name == "" {
+	trace, err := records.DecodeTrace(tomb.Body)
+	if err != nil || trace.Name == "" {
 		return rec, absent
 	}
 	heir, err := r.GetByName(ctx, key.Tenant, key.Kind, trace.Name)

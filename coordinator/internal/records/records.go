@@ -144,16 +144,6 @@ type Event struct {
 	Time       time.Time `json:"time"`
 }
 
-// Trace is the body of a tombstone.
-type Trace struct {
-	Name        string    `json:"name,omitempty"`
-	OperationID string    `json:"operation_id,omitempty"`
-	Deleted     time.Time `json:"deleted"`
-	// Source and Created are of snapshots.
-	Source  string    `json:"source,omitempty"`
-	Created time.Time `json:"created,omitzero"`
-}
-
 // SandboxKey names a sandbox's record.
 func SandboxKey(tenant, uid string) catalog.Key { return key(tenant, catalog.KindSandbox, uid) }
 

@@ -3,8 +3,10 @@ package records
 import (
 	"bytes"
 	"testing"
+	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/uid"
 )
 
 // FuzzRecords: a body of any kind is read or refused, and what was read is written and read as the same.
@@ -68,4 +70,43 @@ func FuzzRecords(f *testing.F) {
 			t.Fatalf("%s became %s, %v", once.Record.Body, twice.Record.Body, err)
 		}
 	})
+}
+
+// FuzzTraces: what a tombstone holds is read or refused, and what was read is written and read as the same.
+func FuzzTraces(f *testing.F) {
+	for _, t := range []Trace{{}, {Name: "n"}, {OperationID: uid.New(), Source: uid.New(), Created: time.Unix(1, 2).UTC(), Name: "web"}, {OperationID: "not one of ours"}} {
+		b, err := EncodeTrace(t)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+	}
+	f.Add([]byte(`{"format":1,"body":{"deleted":"2026-01-01T00:00:00Z","name":"web","source":"x"}}`))
+	f.Add([]byte{2, 1})
+	f.Add([]byte{3})
+	f.Fuzz(func(t *testing.T, body []byte) {
+		once, err := DecodeTrace(body)
+		if err != nil {
+			return
+		}
+		b, err := EncodeTrace(once)
+		if err != nil {
+			return // a time out of JSON's years
+		}
+		if twice, err := DecodeTrace(b); err != nil || twice != once {
+			t.Fatalf("%+v became %+v, %v", once, twice, err)
+		}
+	})
+}
+
+// C28: what a tombstone keeps of a snapshot takes no more than the ids that it has.
+func TestC28_TracesAreSmall(t *testing.T) {
+	want := Trace{Name: "web", OperationID: uid.New(), Source: uid.New(), Created: time.Now().Round(0).UTC()}
+	b, err := EncodeTrace(want)
+	if err != nil || len(b) != traceHead+len(want.Name) {
+		t.Fatalf("%d bytes, %v", len(b), err)
+	}
+	if has, err := DecodeTrace(b); err != nil || has != want {
+		t.Errorf("%+v became %+v, %v", want, has, err)
+	}
 }

@@ -159,17 +159,3 @@ func (s *Store) Settle(ctx context.Context, tenant, id, attempt string) (catalog
 	receipt, err := decodeReceipt(tenant, id, raw)
 	return receipt, err == nil, err
 }
-
-// Compact implements catalog.Store.
-func (s *Store) Compact(ctx context.Context, limit int) (int, error) {
-	limit, err := catalog.PageSize(limit)
-	if err != nil {
-		return 0, err
-	}
-	reply, err := s.eval(ctx, compactScript, []any{string(s.keys), limit})
-	if err != nil {
-		return 0, err
-	}
-	n, _ := reply.(int64)
-	return int(n), nil
-}

@@ -257,12 +257,11 @@ local function write_delete(d, seq)
   if d.name ~= '' then call('HDEL', P .. 'n:' .. scope, d.name) end
   for target in pairs(parse_refs(d.refs)) do drop_ref(d.key, target) end
   if d.tombstone == '1' then
-    local expires = whole(now + tomb_ms)
-    local t = P .. 't:' .. d.key
-    call('HSET', t, 'v', d.expect, 's', seq, 'b', d.body, 'a', now_s, 'e', expires)
-    call('PEXPIRE', t, tomb_ms)
-    call('ZADD', P .. 'ti:' .. scope, 0, d.uid)
-    call('ZADD', P .. 'tx', expires, d.key)
+    call('ZREMRANGEBYLEX', P .. 't:' .. scope, '[' .. d.uid .. ' ', '(' .. d.uid .. '!')
+    call('ZADD', P .. 't:' .. scope, 0, table.concat({ d.uid, d.expect, seq, now_s, whole(tomb_ms), d.body }, ' '))
+    -- Where the retention was shortened, or the clock set back, those before have longer to go: this one is forgotten after them.
+    local line = redis.pcall('XADD', P .. 'tl', whole(now + tomb_ms) .. '-*', 'k', d.key)
+    if type(line) == 'table' then call('XADD', P .. 'tl', '*', 'k', d.key) end
   end
 end
 

@@ -1,12 +1,15 @@
--- Forgets tombstones whose time is over, a bounded number of them.
+-- Forgets tombstones whose time is over, a bounded number of them, unread; and tells whether there are any of the first schema.
 local P, limit = ARGV[1], tonumber(ARGV[2])
-local clock = redis.call('TIME')
+local call = redis.call
+local clock = call('TIME')
 local now = string.format('%.0f', tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000))
-local expired = redis.call('ZRANGEBYSCORE', P .. 'tx', '-inf', now, 'LIMIT', 0, limit)
-for _, key in ipairs(expired) do
-  local scope, uid = string.match(key, '^([^/]+/[^/]+)/(.+)$')
-  redis.call('DEL', P .. 't:' .. key)
-  redis.call('ZREM', P .. 'ti:' .. scope, uid)
-  redis.call('ZREM', P .. 'tx', key)
+local over = call('XRANGE', P .. 'tl', '-', now, 'COUNT', limit)
+for _, entry in ipairs(over) do
+  local scope, uid = string.match(entry[2][2], '^([^/]+/[^/]+)/(.+)$')
+  call('ZREMRANGEBYLEX', P .. 't:' .. scope, '[' .. uid .. ' ', '(' .. uid .. '!')
 end
-return #expired
+if #over > 0 then
+  local ms, n = string.match(over[#over][1], '^(%d+)-(%d+)$')
+  call('XTRIM', P .. 'tl', 'MINID', '=', ms .. '-' .. string.format('%.0f', tonumber(n) + 1))
+end
+return { #over, call('EXISTS', P .. 'tx') }

@@ -24,9 +24,9 @@ import (
 //	a:KEY            zset    those of them that attach it; score 1 shared, 2 exclusive
 //	c:TENANT/ID      string  a receipt: digest, sequence, time (ms), "KEY revision;...", result; a line each
 //	d:ATTEMPT        string  a voided attempt
-//	t:KEY            hash    a tombstone: v revision, s sequence, b body, a deleted, e expires (ms)
-//	ti:TENANT/KIND   zset    uids with a tombstone
-//	tx               zset    KEYs with a tombstone by the time they expire
+//	t:TENANT/KIND    zset    tombstones, score 0: "UID REVISION SEQUENCE DELETED LIFE BODY", times in ms
+//	tl               stream  the line in which they are forgotten; ids are the time they expire (ms); k KEY
+//	schema           string  which form all this has, see Schema
 //	seq              string  the global sequence
 //	digest           string  the digest that is chained over all commits
 //	log              stream  the change log; ids are SEQ-0; e epoch, i items: lines "p KEY revision phase node" (d: deleted), h digest

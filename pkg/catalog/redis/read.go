@@ -9,7 +9,6 @@ import (
 	goredis "github.com/redis/go-redis/v9"
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
-	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // scanBudget is how many index entries one List looks at before it returns a short page.
@@ -264,66 +263,4 @@ func (s *Store) Receipt(ctx context.Context, tenant, id string) (catalog.Receipt
 	}
 	receipt, err := decodeReceipt(tenant, id, raw)
 	return receipt, err == nil, err
-}
-
-// Tombstone implements catalog.Store.
-func (s *Store) Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombstone, error) {
-	if err := key.Validate(); err != nil {
-		return catalog.Tombstone{}, err
-	}
-	h, err := s.client.HGetAll(ctx, s.keys.key("t", key.String())).Result()
-	if err != nil {
-		return catalog.Tombstone{}, readError(err)
-	}
-	if len(h) == 0 || mutant.On(mutant.NoTombstone) {
-		return catalog.Tombstone{}, catalog.NotFound(key.Kind, key.UID)
-	}
-	return decodeTombstone(key, h)
-}
-
-func decodeTombstone(key catalog.Key, h map[string]string) (catalog.Tombstone, error) {
-	var d decoder
-	t := catalog.Tombstone{Key: key, Revision: d.count(h["v"]), Seq: d.count(h["s"]), Body: []byte(h["b"]), At: d.time(h["a"]), Expires: d.time(h["e"])}
-	if d.err != nil {
-		return catalog.Tombstone{}, damaged(d.err, "tombstone "+key.String())
-	}
-	return t, nil
-}
-
-// ListTombstones implements catalog.Store.
-func (s *Store) ListTombstones(ctx context.Context, tenant string, kind catalog.Kind, after string, limit int) (catalog.Tombstones, error) {
-	size, err := catalog.PageSize(limit)
-	if err == nil {
-		err = catalog.ValidateScope(tenant, kind)
-	}
-	if err != nil {
-		return catalog.Tombstones{}, err
-	}
-	uids, err := s.after(ctx, s.keys.key("ti", tenant+"/"+string(kind)), after, size)
-	if err != nil || len(uids) == 0 {
-		return catalog.Tombstones{}, err
-	}
-	p := s.client.Pipeline()
-	cmds := make([]*goredis.MapStringStringCmd, len(uids))
-	for i, uid := range uids {
-		cmds[i] = p.HGetAll(ctx, s.keys.key("t", catalog.Key{Tenant: tenant, Kind: kind, UID: uid}.String()))
-	}
-	if _, err := p.Exec(ctx); err != nil {
-		return catalog.Tombstones{}, readError(err)
-	}
-	var page catalog.Tombstones
-	for i, uid := range uids {
-		if len(cmds[i].Val()) == 0 {
-			continue // expired, not yet compacted
-		}
-		t, err := decodeTombstone(catalog.Key{Tenant: tenant, Kind: kind, UID: uid}, cmds[i].Val())
-		if err != nil {
-			return catalog.Tombstones{}, err
-		}
-		page.Tombstones = append(page.Tombstones, t)
-	}
-	if len(uids) == size {
-		page.Next = uids[size-1]
-	}
-	return page, nil
 }

@@ -52,6 +52,8 @@ var (
 	sessionSource string
 	//go:embed compact.lua
 	compactSource string
+	//go:embed migrate.lua
+	migrateSource string
 	//go:embed compare.lua
 	compareSource string
 	//go:embed suspend.lua
@@ -71,6 +73,7 @@ var (
 	releaseScript = goredis.NewScript(releaseSource)
 	sessionScript = goredis.NewScript(sessionSource)
 	compactScript = goredis.NewScript(compactSource)
+	migrateScript = goredis.NewScript(migrateSource)
 	compareScript = goredis.NewScript(compareSource)
 	suspendScript = goredis.NewScript(suspendSource)
 	resumeScript  = goredis.NewScript(resumeSource)
@@ -134,7 +137,11 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 	client := clientOptions(o)
 	client.OnConnect = s.connected
 	s.client = goredis.NewClient(client)
-	if err := s.identify(ctx); err != nil {
+	err := s.identify(ctx)
+	if err == nil {
+		err = s.adopt(ctx)
+	}
+	if err != nil {
 		s.client.Close()
 		return nil, err
 	}
@@ -284,7 +291,7 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 	p := s.client.Pipeline()
 	seq := p.Get(ctx, s.keys.one("seq"))
 	epoch := p.HGet(ctx, s.keys.one("leader"), "e")
-	tombs := p.ZCard(ctx, s.keys.one("tx"))
+	tombs := p.XLen(ctx, s.keys.one("tl"))
 	inc := p.Get(ctx, s.keys.one("incarnation"))
 	suspended := p.HGetAll(ctx, s.keys.one("suspended"))
 	restored := p.Get(ctx, s.keys.one("restored"))
