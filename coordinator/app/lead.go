@@ -15,6 +15,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 )
 
 // Engine gives the engine of the term in force.
@@ -71,7 +72,7 @@ const longestNap = time.Second
 // nap waits for a part of the lease's life.
 func (a *App) nap(ctx context.Context) {
 	part := min(a.cfg.Lease.TTL/6, longestNap/2)
-	pause(ctx, part+rand.N(part))
+	_ = wait.For(ctx, part+rand.N(part))
 }
 
 // term leads until the lease is lost or the context ends, and gives the reason.

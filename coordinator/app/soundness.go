@@ -2,7 +2,6 @@ package app
 
 import (
 	"context"
-	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
 	"github.com/dormouse-run/dormouse/coordinator/internal/placement"
@@ -11,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 )
 
 // What a coordinator concluded from the catalog holds for the server that it read it from.
@@ -129,7 +129,7 @@ func (a *App) prove(ctx context.Context, epoch fence.Epoch, replaced <-chan stru
 				end(err)
 				return
 			}
-			pause(ctx, a.cfg.Lease.TTL/60)
+			_ = wait.For(ctx, a.cfg.Lease.TTL/60)
 		}
 		if now, _ := a.store.Generation(); now == generation {
 			a.unproven.Store(false)
@@ -154,15 +154,6 @@ func (a *App) proof(ctx context.Context, epoch fence.Epoch) error {
 		return catalog.Refusal(errs.CatalogRewound)
 	}
 	return nil
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
-	}
 }
 
 // nothing is what is done with what nodes tell while the catalog is suspended. They tell it again.

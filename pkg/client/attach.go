@@ -12,6 +12,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -224,7 +225,7 @@ func (a *Attachment) run(ctx context.Context) {
 		if lost.IsZero() || paused {
 			lost = time.Now()
 		}
-		if time.Since(lost) > attachPatience || sleep(ctx, backoff/2+rand.N(backoff)) != nil {
+		if time.Since(lost) > attachPatience || wait.For(ctx, backoff/2+rand.N(backoff)) != nil {
 			a.err = err
 			return
 		}

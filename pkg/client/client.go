@@ -19,6 +19,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/pki"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -135,7 +136,7 @@ func retry[T any](ctx context.Context, fn func(context.Context) (T, error)) (T, 
 			return v, errs.OfAll(err, unknown)
 		}
 		unknown = unknown || !errs.NotStartedFor(err)
-		if sleep(ctx, backoff/2+rand.N(backoff)) != nil {
+		if wait.For(ctx, backoff/2+rand.N(backoff)) != nil {
 			return v, errs.OfAll(err, unknown)
 		}
 		backoff *= 3
@@ -157,15 +158,4 @@ func again(ctx context.Context, err error) bool {
 		return e.Reason == errs.QueueFull
 	}
 	return true
-}
-
-func sleep(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	"github.com/dormouse-run/dormouse/pkg/wire"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -138,7 +139,7 @@ func (r *FileReader) receive() error {
 func (r *FileReader) takeUp(cause error) error {
 	backoff := firstBackoff
 	for range followAttempts {
-		if sleep(r.ctx, backoff) != nil {
+		if wait.For(r.ctx, backoff) != nil {
 			return cause
 		}
 		_, err := r.open(r.Info.GetVersion())
@@ -201,7 +202,7 @@ func (f *Files) Write(ctx context.Context, path string, r io.Reader, opts WriteO
 		if u.read > sent {
 			attempt, sent, backoff = 1, u.read, firstBackoff
 		}
-		if !again(ctx, err) || attempt >= followAttempts || sleep(ctx, backoff) != nil {
+		if !again(ctx, err) || attempt >= followAttempts || wait.For(ctx, backoff) != nil {
 			u.giveUp(ctx)
 			return nil, err
 		}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -185,7 +186,7 @@ func (p *Process) Follow(ctx context.Context, out *Output, follow bool) (*dormou
 		if after > before {
 			attempt, backoff = 1, firstBackoff
 		}
-		if sleep(ctx, backoff) != nil {
+		if wait.For(ctx, backoff) != nil {
 			return nil, err
 		}
 		backoff = min(backoff*3, followBackoff)

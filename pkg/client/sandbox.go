@@ -10,6 +10,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -259,7 +260,7 @@ func (s *Sandbox) Await(ctx context.Context, holds func(*dormousev1.Sandbox) boo
 		if done || err != nil && !again(ctx, err) && !errs.Has(err, errs.ResumeTooOld) {
 			return err
 		}
-		if err := sleep(ctx, firstBackoff); err != nil {
+		if err := wait.For(ctx, firstBackoff); err != nil {
 			return errs.From(err)
 		}
 	}

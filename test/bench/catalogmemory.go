@@ -15,6 +15,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -72,7 +73,7 @@ func (b *bench) catalogMemory(ctx context.Context) ([]Row, error) {
 	if len(sandboxes) <= usedSandboxes || len(snapshots) <= usedSnapshots {
 		return nil, fmt.Errorf("%d sandboxes and %d snapshots are listed", len(sandboxes), len(snapshots))
 	}
-	if err := rest(ctx, 5*time.Second); err != nil {
+	if err := wait.For(ctx, 5*time.Second); err != nil {
 		return nil, err
 	}
 	m, err := b.daemon("coordinator")

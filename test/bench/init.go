@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	barerunsc "github.com/dormouse-run/dormouse/test/bare"
 )
 
@@ -80,7 +81,7 @@ func (b *bench) costOfInit(ctx context.Context, plain []*client.Sandbox) (_ Row,
 	if err := group.Wait(); err != nil {
 		return Row{}, err
 	}
-	if err := rest(ctx, settle); err != nil {
+	if err := wait.For(ctx, settle); err != nil {
 		return Row{}, err
 	}
 	var ours, least Sample

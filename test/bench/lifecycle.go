@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -49,7 +50,7 @@ func benchLifecycle(ctx context.Context, b *bench) ([]Row, error) {
 		if err := timed(&hibernate, func() error { return s.Hibernate(ctx, "") }); err != nil {
 			return nil, err
 		}
-		if err := rest(ctx, breath); err != nil {
+		if err := wait.For(ctx, breath); err != nil {
 			return nil, err
 		}
 		if err := timed(&wake, func() error { return s.Resume(ctx, "") }); err != nil {

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 	"github.com/dormouse-run/dormouse/test/stack"
 )
@@ -54,7 +55,7 @@ func benchMemory(ctx context.Context, b *bench) ([]Row, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := rest(ctx, 5*time.Second); err != nil {
+	if err := wait.For(ctx, 5*time.Second); err != nil {
 		return nil, err
 	}
 	for _, d := range []struct {
@@ -108,7 +109,7 @@ func (b *bench) cost(ctx context.Context, what string, atMost float64, make1 fun
 	if err != nil {
 		return nil, Row{}, err
 	}
-	if err := rest(ctx, settle); err != nil {
+	if err := wait.For(ctx, settle); err != nil {
 		return nil, Row{}, err
 	}
 	after, err := b.bothDaemons()
@@ -148,17 +149,6 @@ func (b *bench) costOfRestored(ctx context.Context, source *client.Sandbox) (Row
 		return Row{}, err
 	}
 	return row, snap.Delete(ctx, "")
-}
-
-func rest(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
 }
 
 // processes gives the PSS, in MB, of all processes in the sandbox's control group, and how many they are. Memory that several processes have as

@@ -7,6 +7,7 @@ import (
 	"google.golang.org/protobuf/types/known/fieldmaskpb"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -59,7 +60,7 @@ func benchNetwork(ctx context.Context, b *bench) ([]Row, error) {
 
 // startOf starts a sandbox, after the kernel had its time and the pool of networks too.
 func (b *bench) startOf(ctx context.Context, kind func(*dormousev1.SandboxSpec)) (*client.Sandbox, time.Duration, error) {
-	if err := rest(ctx, breath); err != nil {
+	if err := wait.For(ctx, breath); err != nil {
 		return nil, 0, err
 	}
 	began := time.Now()

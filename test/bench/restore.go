@@ -12,6 +12,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -79,7 +80,7 @@ func (r *restores) both(ctx context.Context, into *[3]Sample, cold bool) error {
 			return err
 		}
 	}
-	if err := rest(ctx, breath); err != nil {
+	if err := wait.For(ctx, breath); err != nil {
 		return err
 	}
 	began := time.Now()
@@ -100,7 +101,7 @@ func (r *restores) both(ctx context.Context, into *[3]Sample, cold bool) error {
 	if err != nil {
 		return err
 	}
-	if err := rest(ctx, breath); err != nil {
+	if err := wait.For(ctx, breath); err != nil {
 		return err
 	}
 	started, answered, err := x.Restore(ctx, r.image)

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	barerunsc "github.com/dormouse-run/dormouse/test/bare"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -63,7 +64,7 @@ func rate(v float64) string { return fmt.Sprintf("%.1f/s", v) }
 
 // startBoth starts and removes one sandbox each way.
 func (b *bench) startBoth(ctx context.Context, floor *bare, spec *specs.Spec, product, answered, started *Sample) error {
-	if err := rest(ctx, breath); err != nil {
+	if err := wait.For(ctx, breath); err != nil {
 		return err
 	}
 	began := time.Now()
@@ -79,7 +80,7 @@ func (b *bench) startBoth(ctx context.Context, floor *bare, spec *specs.Spec, pr
 	if err != nil {
 		return err
 	}
-	if err := rest(ctx, breath); err != nil {
+	if err := wait.For(ctx, breath); err != nil {
 		return err
 	}
 	first, second, err := x.Start(ctx)
@@ -97,7 +98,7 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 	var a, c Sample
 	for range b.times(5) {
 		made := make([]*client.Sandbox, block)
-		if err := rest(ctx, breath); err != nil {
+		if err := wait.For(ctx, breath); err != nil {
 			return 0, 0, err
 		}
 		took, err := inParallel(ctx, width, block, func(ctx context.Context, i int) (err error) {
@@ -117,7 +118,7 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 				return 0, 0, err
 			}
 		}
-		if err := rest(ctx, breath); err != nil {
+		if err := wait.For(ctx, breath); err != nil {
 			return 0, 0, err
 		}
 		took, err = inParallel(ctx, width, block, func(ctx context.Context, i int) error {

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -164,7 +165,7 @@ func (f *faults) killServer(ctx context.Context, p planned) error {
 	if err := f.world.redis.kill(); err != nil {
 		return err
 	}
-	pause(ctx, p.Hold)
+	_ = wait.For(ctx, p.Hold)
 	return f.world.redis.up(ctx)
 }
 
@@ -172,7 +173,7 @@ func (f *faults) stopServer(ctx context.Context, p planned) error {
 	if err := f.world.redis.signal(syscall.SIGSTOP); err != nil {
 		return err
 	}
-	pause(ctx, 2*p.Hold)
+	_ = wait.For(ctx, 2*p.Hold)
 	return f.world.redis.signal(syscall.SIGCONT)
 }
 
@@ -191,7 +192,7 @@ func (f *faults) fullDisk(ctx context.Context, p planned) error {
 	case <-bound.C:
 	case <-ctx.Done():
 	}
-	pause(ctx, p.Hold)
+	_ = wait.For(ctx, p.Hold)
 	if err := free(); err != nil || !ended {
 		return err
 	}
@@ -212,7 +213,7 @@ func (f *faults) cutLinks(ctx context.Context, p planned) error {
 		for _, l := range f.world.link {
 			l.cut()
 		}
-		pause(ctx, p.Hold/4)
+		_ = wait.For(ctx, p.Hold/4)
 	}
 	return nil
 }
@@ -224,7 +225,7 @@ func (f *faults) linkDown(ctx context.Context, p planned) error {
 	}
 	l.set(func(l *link) { l.refuse = true })
 	l.cut()
-	pause(ctx, 2*p.Hold)
+	_ = wait.For(ctx, 2*p.Hold)
 	l.set(func(l *link) { l.refuse = false })
 	return nil
 }
@@ -236,7 +237,7 @@ func (f *faults) oneLink(ctx context.Context, p planned) (*link, error) {
 
 func (f *faults) delayReplies(ctx context.Context, p planned) error {
 	f.links(func(l *link) { l.delay = p.Hold / 10 })
-	pause(ctx, 2*p.Hold)
+	_ = wait.For(ctx, 2*p.Hold)
 	f.links(func(l *link) { l.delay = 0 })
 	return nil
 }
@@ -244,7 +245,7 @@ func (f *faults) delayReplies(ctx context.Context, p planned) error {
 func (f *faults) tearReplies(ctx context.Context, p planned) error {
 	for range 6 {
 		f.links(func(l *link) { l.tearing = 2 })
-		pause(ctx, p.Hold/6)
+		_ = wait.For(ctx, p.Hold/6)
 	}
 	f.links(func(l *link) { l.tearing = 0 })
 	return nil
@@ -254,12 +255,12 @@ func (f *faults) tearReplies(ctx context.Context, p planned) error {
 func (f *faults) loseReplies(ctx context.Context, p planned) error {
 	for range 2 {
 		f.links(func(l *link) { l.mute = true })
-		pause(ctx, 50*time.Millisecond)
+		_ = wait.For(ctx, 50*time.Millisecond)
 		f.links(func(l *link) { l.mute, l.refuse = false, true })
 		for _, l := range f.world.link {
 			l.cut()
 		}
-		pause(ctx, time.Second+p.Hold) // longer than clients try again by themselves
+		_ = wait.For(ctx, time.Second+p.Hold) // longer than clients try again by themselves
 		f.links(func(l *link) { l.refuse = false })
 		if err := f.recovered(ctx, &struck{Healed: f.traffic.now()}); err != nil {
 			return err
@@ -289,7 +290,7 @@ func (f *faults) killCoordinator(ctx context.Context, p planned) error {
 	if err := f.world.coord[i].kill(); err != nil {
 		return err
 	}
-	pause(ctx, p.Hold)
+	_ = wait.For(ctx, p.Hold)
 	return f.world.coord[i].start()
 }
 
@@ -302,7 +303,7 @@ func (f *faults) stopCoordinator(ctx context.Context, p planned) error {
 	if err := f.world.coord[i].signal(syscall.SIGSTOP); err != nil {
 		return err
 	}
-	pause(ctx, 2*lease+p.Hold)
+	_ = wait.For(ctx, 2*lease+p.Hold)
 	return f.world.coord[i].signal(syscall.SIGCONT)
 }
 
@@ -310,7 +311,7 @@ func (f *faults) replaceSession(ctx context.Context, p planned) error {
 	if err := f.world.stopAgent(p.Node); err != nil {
 		return err
 	}
-	pause(ctx, p.Hold/4)
+	_ = wait.For(ctx, p.Hold/4)
 	return f.world.startAgent(ctx, p.Node)
 }
 
@@ -325,7 +326,7 @@ func (f *faults) oldCopy(ctx context.Context, p planned) error {
 	}
 	from := f.traffic.count.Load()
 	for f.traffic.count.Load() < min(from+60, f.traffic.quota) && ctx.Err() == nil {
-		pause(ctx, 10*time.Millisecond)
+		_ = wait.For(ctx, 10*time.Millisecond)
 	}
 	return f.rewind(ctx, func() error { return f.world.redis.rewind(kept) })
 }

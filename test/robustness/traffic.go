@@ -11,6 +11,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -77,19 +78,10 @@ func (t *traffic) worker(ctx context.Context, n int, rng *rand.Rand, done <-chan
 		outcome := t.one(ctx, n, rng)
 		t.gate.RUnlock()
 		if outcome == NotStarted {
-			pause(ctx, 20*time.Millisecond+rand.N(30*time.Millisecond))
+			_ = wait.For(ctx, 20*time.Millisecond+rand.N(30*time.Millisecond))
 			continue
 		}
 		t.count.Add(1)
-	}
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
 	}
 }
 
@@ -171,12 +163,12 @@ func (t *traffic) do(ctx context.Context, r *Record, via int, resolves bool) {
 		err := t.call(ctx, via, r, &answer)
 		outcome := classify(r.Kind, err)
 		if outcome == Unknown && !t.leave(r, resolves) && until.Err() == nil {
-			pause(ctx, 50*time.Millisecond)
+			_ = wait.For(ctx, 50*time.Millisecond)
 			via = (via + 1) % coordinators
 			continue
 		}
 		if r.Attempts > 1 && outcome == NotStarted && until.Err() == nil { // this answer is of the last attempt alone
-			pause(ctx, 50*time.Millisecond)
+			_ = wait.For(ctx, 50*time.Millisecond)
 			via = (via + 1) % coordinators
 			continue
 		}

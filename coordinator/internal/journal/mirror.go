@@ -11,6 +11,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
 
@@ -71,7 +72,7 @@ func (m *Mirror) Run(ctx context.Context) {
 		// What nodes have is not given up for what a store says that came back older.
 		switch relation, err := m.o.Catalog.Compare(ctx, at); {
 		case err != nil:
-			nap(ctx, m.o.Pause)
+			_ = wait.For(ctx, m.o.Pause)
 			continue
 		case relation.Missing():
 			m.o.OnLost(at)
@@ -79,7 +80,7 @@ func (m *Mirror) Run(ctx context.Context) {
 		}
 		m.lose()
 		m.o.Log.Warn("the change log is followed anew; nodes get all that concerns them", "reason", err)
-		nap(ctx, m.o.Pause)
+		_ = wait.For(ctx, m.o.Pause)
 	}
 }
 
@@ -101,7 +102,7 @@ func (m *Mirror) follow(ctx context.Context) (at catalog.Point, err error) {
 				return at, ctx.Err()
 			}
 			m.o.Log.Warn("the change log cannot be read; trying again", "error", err)
-			nap(ctx, m.o.Pause)
+			_ = wait.For(ctx, m.o.Pause)
 			continue
 		case len(changes) == 0:
 			continue
@@ -109,15 +110,6 @@ func (m *Mirror) follow(ctx context.Context) (at catalog.Point, err error) {
 		last := changes[len(changes)-1]
 		at.Seq, at.Digest = last.Seq, last.Digest
 		m.advance(at, changes)
-	}
-}
-
-func nap(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
 	}
 }
 
@@ -257,7 +249,7 @@ func (f *Feed) Run(ctx context.Context, has catalog.Point) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-f.news:
-			nap(ctx, f.m.o.Pause)
+			_ = wait.For(ctx, f.m.o.Pause)
 		case <-idle.C:
 		}
 		if err := f.flush(ctx, &has); err != nil {
@@ -266,7 +258,7 @@ func (f *Feed) Run(ctx context.Context, has catalog.Point) error {
 			}
 			f.m.o.Log.Warn("a node's journal is behind; trying again", "node", f.node, "error", err)
 			f.wake()
-			nap(ctx, f.m.o.Pause)
+			_ = wait.For(ctx, f.m.o.Pause)
 		}
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/mutant"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 )
 
 // The life of an item. Whoever moves it out of queued owns its fate.
@@ -167,7 +168,7 @@ func (q *Queue) settle(batch []*item) {
 			}
 		}
 		// The pause ends with the queue; callers that left are noticed within its half second.
-		if batch = open; len(batch) > 0 && rest(q.ctx, pause/2+rand.N(pause)) == nil {
+		if batch = open; len(batch) > 0 && wait.For(q.ctx, pause/2+rand.N(pause)) == nil {
 			pause = min(2*pause, 500*time.Millisecond)
 		}
 	}

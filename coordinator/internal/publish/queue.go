@@ -45,6 +45,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/mutant"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 )
 
 // Store is what the queue needs of a catalog. See catalog.Store for the contracts.
@@ -210,7 +211,7 @@ func (q *Queue) Publish(ctx context.Context, build Build) (catalog.Result, error
 			return r, errs.From(err).WithOutcome(errs.NotStarted, errs.AfterBackoff).With("attempts", strconv.Itoa(attempt))
 		}
 		q.metrics.rebuilds.Inc()
-		if err := rest(ctx, pause/2+rand.N(pause)); err != nil {
+		if err := wait.For(ctx, pause/2+rand.N(pause)); err != nil {
 			return catalog.Result{}, notStarted(err)
 		}
 		pause = min(2*pause, 64*q.o.Pause)
@@ -318,15 +319,4 @@ func notStarted(err error) error {
 		return errs.From(err).WithOutcome(errs.NotStarted, errs.SameOperation)
 	}
 	return err
-}
-
-func rest(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }

@@ -1,7 +1,6 @@
 package sessions
 
 import (
-	"context"
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
@@ -9,6 +8,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
 
@@ -21,7 +21,7 @@ func (r *Registry) reconcile(s *session) {
 	r.retry(s, "records and inventory were not compared; trying again", r.compare)
 	for s.ctx.Err() == nil {
 		r.retry(s, "what the node holds is not known, and nothing is removed there; looking again", r.look)
-		pause(s.ctx, r.cfg.OrphansEvery)
+		_ = wait.For(s.ctx, r.cfg.OrphansEvery)
 	}
 }
 
@@ -33,17 +33,8 @@ func (r *Registry) retry(s *session, failed string, do func(*session) error) {
 			return
 		}
 		s.log.Warn(failed, "error", err, "after", delay)
-		pause(s.ctx, delay)
+		_ = wait.For(s.ctx, delay)
 		delay = min(2*delay, reconcileRetry)
-	}
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
 	}
 }
 
