@@ -14,7 +14,7 @@ import (
 // stepTimes makes the histogram of the runner's steps: by verb, step and outcome, never by id.
 func (a *App) stepTimes() func(verb, step string, took time.Duration, err error) {
 	seconds := prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name: "dormouse_agentd_step_seconds", Help: "Time of each step of a start or restore.",
+		Name: "dormouse_agentd_step_seconds", Help: "Time of each step of a start, restore or capture; the wait for a turn is the step queue.",
 		Buckets: prometheus.ExponentialBuckets(0.0005, 2, 18)}, []string{"verb", "step", "outcome"})
 	a.metrics.MustRegister(seconds)
 	return func(verb, step string, took time.Duration, err error) {

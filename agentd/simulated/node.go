@@ -33,6 +33,7 @@ func observed(rec nodestate.Sandbox) api.Observed {
 		Phase: rec.Phase, ObservedGeneration: rec.Generation, ImageDigest: rec.ImageDigest, ErofsDigest: rec.ErofsDigest,
 		RuntimeBundle: rec.Bundle, RestoredFrom: rec.RestoredFrom, StartTime: rec.StartTime, ExitCode: rec.ExitCode,
 		Reason: rec.Reason, Message: rec.Message, LastFreeze: rec.LastFreeze, Observation: rec.Observation,
+		StartQueued: rec.StartQueued, StartService: rec.StartService,
 	}}
 }
 

@@ -132,7 +132,10 @@ type Status struct {
 	Reason             string        `json:"reason,omitempty"`
 	Message            string        `json:"message,omitempty"`
 	LastFreeze         time.Duration `json:"last_freeze,omitempty"`
-	Observation        uint64        `json:"observation,omitempty"`
+	// StartQueued is how long its last start, restore or wake waited on its node for its turn, StartService how long the node worked at it.
+	StartQueued  time.Duration `json:"start_queued,omitempty"`
+	StartService time.Duration `json:"start_service,omitempty"`
+	Observation  uint64        `json:"observation,omitempty"`
 }
 
 // Reasons of Stopped and Failed.

@@ -84,6 +84,8 @@ type Status struct {
 	Nodes          []string          `json:"nodes,omitempty"`
 	Freeze         time.Duration     `json:"freeze,omitempty"`
 	FreezeTime     time.Time         `json:"freeze_time,omitzero"`
+	Queued         time.Duration     `json:"queued,omitempty"`  // the capture waited for its turn
+	Service        time.Duration     `json:"service,omitempty"` // the node worked at it, until it was synced and in its place
 	Files          []File            `json:"files,omitempty"`
 	ReadyTime      time.Time         `json:"ready_time,omitzero"`
 	Reason         string            `json:"reason,omitempty"`

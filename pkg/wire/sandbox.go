@@ -139,6 +139,7 @@ func StatusToProto(s sandbox.Status) *dormousev1.SandboxStatus {
 		ImageDigest: text(s.ImageDigest), ErofsDigest: text(s.ErofsDigest), RuntimeBundle: text(s.RuntimeBundle),
 		RestoredFrom: text(s.RestoredFrom), StartTime: toTime(s.StartTime), ExitCode: clonePtr(s.ExitCode),
 		Reason: text(s.Reason), Message: text(s.Message), LastFreeze: toDuration(s.LastFreeze),
+		StartQueued: toDuration(s.StartQueued), StartService: toDuration(s.StartService),
 	}
 	for _, c := range s.Conditions {
 		p.Conditions = append(p.Conditions, &dormousev1.Condition{
@@ -159,6 +160,7 @@ func StatusFromProto(p *dormousev1.SandboxStatus) (sandbox.Status, error) {
 		ImageDigest: p.GetImageDigest(), ErofsDigest: p.GetErofsDigest(), RuntimeBundle: p.GetRuntimeBundle(),
 		RestoredFrom: p.GetRestoredFrom(), StartTime: fromTime(p.GetStartTime()),
 		Reason: p.GetReason(), Message: p.GetMessage(), LastFreeze: p.GetLastFreeze().AsDuration(),
+		StartQueued: p.GetStartQueued().AsDuration(), StartService: p.GetStartService().AsDuration(),
 	}
 	if p != nil {
 		s.ExitCode = clonePtr(p.ExitCode)
@@ -178,6 +180,7 @@ func SandboxObservationToProto(uid, tenant string, s sandbox.Status) *nodev1.San
 		ImageDigest: text(s.ImageDigest), ErofsDigest: text(s.ErofsDigest), RuntimeBundle: text(s.RuntimeBundle),
 		RestoredFrom: text(s.RestoredFrom), StartTime: toTime(s.StartTime), ExitCode: clonePtr(s.ExitCode),
 		Reason: text(s.Reason), Message: text(s.Message), Observation: s.Observation,
+		StartQueued: toDuration(s.StartQueued), StartService: toDuration(s.StartService),
 	}
 }
 
@@ -193,6 +196,7 @@ func SandboxObservationFromProto(p *nodev1.SandboxObservation) (uid, tenant stri
 		ImageDigest: p.GetImageDigest(), ErofsDigest: p.GetErofsDigest(), RuntimeBundle: p.GetRuntimeBundle(),
 		RestoredFrom: p.GetRestoredFrom(), StartTime: fromTime(p.GetStartTime()),
 		Reason: p.GetReason(), Message: p.GetMessage(), Observation: p.GetObservation(),
+		StartQueued: p.GetStartQueued().AsDuration(), StartService: p.GetStartService().AsDuration(),
 	}
 	if p != nil {
 		s.ExitCode = clonePtr(p.ExitCode)

@@ -17,7 +17,7 @@ func SnapshotToProto(s snapshot.Snapshot, r Record) *dormousev1.Snapshot {
 			Phase: SnapshotPhaseToProto(st.Phase), SizeBytes: st.SizeBytes, Image: text(st.Image),
 			ImageDigest: text(st.ImageDigest), ErofsDigest: text(st.ErofsDigest), RuntimeBundle: text(st.RuntimeBundle),
 			RuntimeVersion: text(st.RuntimeVersion), CpuFeatures: texts(st.CPUFeatures), Volumes: volumeRefsToProto(st.Volumes),
-			Nodes: texts(st.Nodes), Freeze: toDuration(st.Freeze), Files: filesToProto(st.Files),
+			Nodes: texts(st.Nodes), Freeze: toDuration(st.Freeze), Queued: toDuration(st.Queued), Service: toDuration(st.Service), Files: filesToProto(st.Files),
 			Reason: text(st.Reason), Message: text(st.Message), ReadyTime: toTime(st.ReadyTime),
 		},
 	}
@@ -37,7 +37,7 @@ func SnapshotFromProto(p *dormousev1.Snapshot) (snapshot.Snapshot, Record, error
 			Phase: phase, SizeBytes: st.GetSizeBytes(), Image: st.GetImage(), ImageDigest: st.GetImageDigest(),
 			ErofsDigest: st.GetErofsDigest(), RuntimeBundle: st.GetRuntimeBundle(), RuntimeVersion: st.GetRuntimeVersion(),
 			CPUFeatures: cloneSlice(st.GetCpuFeatures()), Volumes: volumeRefsFromProto(st.GetVolumes()), Nodes: cloneSlice(st.GetNodes()),
-			Freeze: st.GetFreeze().AsDuration(), Files: filesFromProto(st.GetFiles()),
+			Freeze: st.GetFreeze().AsDuration(), Queued: st.GetQueued().AsDuration(), Service: st.GetService().AsDuration(), Files: filesFromProto(st.GetFiles()),
 			Reason: st.GetReason(), Message: st.GetMessage(), ReadyTime: fromTime(st.GetReadyTime()),
 		},
 	}, record(m), nil
@@ -51,6 +51,7 @@ func SnapshotObservationToProto(s snapshot.Snapshot) *nodev1.SnapshotObservation
 		Image: text(st.Image), ImageDigest: text(st.ImageDigest), ErofsDigest: text(st.ErofsDigest),
 		RuntimeBundle: text(st.RuntimeBundle), RuntimeVersion: text(st.RuntimeVersion), CpuFeatures: texts(st.CPUFeatures),
 		Volumes: volumeRefsToProto(st.Volumes), Freeze: toDuration(st.Freeze), Files: filesToProto(st.Files), FreezeTime: toTime(st.FreezeTime),
+		Queued: toDuration(st.Queued), Service: toDuration(st.Service),
 	}
 }
 
@@ -63,7 +64,7 @@ func SnapshotObservationFromProto(p *nodev1.SnapshotObservation) snapshot.Snapsh
 			SizeBytes: p.GetSizeBytes(), Image: p.GetImage(), ImageDigest: p.GetImageDigest(), ErofsDigest: p.GetErofsDigest(),
 			RuntimeBundle: p.GetRuntimeBundle(), RuntimeVersion: p.GetRuntimeVersion(), CPUFeatures: cloneSlice(p.GetCpuFeatures()),
 			Volumes: volumeRefsFromProto(p.GetVolumes()), Freeze: p.GetFreeze().AsDuration(), Files: filesFromProto(p.GetFiles()),
-			FreezeTime: fromTime(p.GetFreezeTime()),
+			FreezeTime: fromTime(p.GetFreezeTime()), Queued: p.GetQueued().AsDuration(), Service: p.GetService().AsDuration(),
 		},
 	}
 }

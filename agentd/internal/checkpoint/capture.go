@@ -162,11 +162,13 @@ func NewCapturer(store *Store, width int, direct bool) *Capturer {
 	return &Capturer{store: store, slots: make(chan struct{}, max(width, 1)), direct: direct, slack: 16 << 20}
 }
 
-// Capture makes the artefact that the manifest describes; it fills in the files, the sizes and the
-// freeze. estimate is how many bytes the memory may take. DISK_FULL before anything is touched when
+// Capture makes the artefact that the manifest describes; it fills in the files, the sizes, the freeze, and
+// what took how long, after an error too. estimate is how many bytes the memory may take. DISK_FULL before anything is touched when
 // there is no room. After an error the sandbox runs (but for a *NotResumedError) and nothing of the
 // artefact is left. A sandbox that stood still before stands still after it, whatever came of it.
 func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate int64) (err error) {
+	began := time.Now()
+	defer func() { m.Service = time.Since(began) - m.Queued }()
 	release, err := c.store.reserve(estimate + c.slack)
 	if err != nil {
 		return err
@@ -182,10 +184,10 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 			err = errors.Join(err, c.store.Delete(m.UID))
 		}
 	}()
-	quiet := func(ctx context.Context) (func(), bool, error) { return c.quiet(ctx, s.Channel) }
+	quiet := func(ctx context.Context) (func(), bool, error) { return c.quiet(ctx, s.Channel, &m.Queued) }
 	if s.Still {
 		quiet = func(ctx context.Context) (func(), bool, error) {
-			leave, err := c.enter(ctx)
+			leave, err := c.enter(ctx, &m.Queued)
 			return leave, err == nil, err
 		}
 	}
@@ -206,8 +208,10 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 	return c.store.publish(m)
 }
 
-// enter waits for one of the slots.
-func (c *Capturer) enter(ctx context.Context) (leave func(), err error) {
+// enter waits for one of the slots, and adds to queued how long.
+func (c *Capturer) enter(ctx context.Context, queued *time.Duration) (leave func(), err error) {
+	asked := time.Now()
+	defer func() { *queued += time.Since(asked) }()
 	select {
 	case c.slots <- struct{}{}:
 		return func() { <-c.slots }, nil
@@ -218,8 +222,8 @@ func (c *Capturer) enter(ctx context.Context) (leave func(), err error) {
 
 // quiet gives a slot with the channel quiesced in it; none after an error. A guest that is slow to obey, or
 // does not mean to, waits outside: it must not keep the slots from the captures of others.
-func (c *Capturer) quiet(ctx context.Context, ch Channel) (leave func(), asked bool, err error) {
-	leave, err = c.enter(ctx)
+func (c *Capturer) quiet(ctx context.Context, ch Channel, queued *time.Duration) (leave func(), asked bool, err error) {
+	leave, err = c.enter(ctx, queued)
 	if err != nil {
 		return nil, false, err
 	}
@@ -235,6 +239,6 @@ func (c *Capturer) quiet(ctx context.Context, ch Channel) (leave func(), asked b
 	if err := quiesce(ctx, ch, quiesceTimeout-quickQuiesce); err != nil {
 		return nil, true, err
 	}
-	leave, err = c.enter(ctx)
+	leave, err = c.enter(ctx, queued)
 	return leave, true, err
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"go.uber.org/goleak"
@@ -254,6 +255,34 @@ func TestOnlyAFewAreCapturedAtATime(t *testing.T) {
 	group.Wait()
 	for range 4 {
 		must(t, <-failed)
+	}
+}
+
+// waits says when its holder begins to wait for its end.
+type waits struct {
+	context.Context
+	begun chan struct{}
+	once  sync.Once
+}
+
+func (w *waits) Done() <-chan struct{} {
+	w.once.Do(func() { close(w.begun) })
+	return w.Context.Done()
+}
+
+func TestL02TheWaitForATurnIsToldApart(t *testing.T) {
+	c := NewCapturer(newStore(t), 1, false)
+	var none time.Duration
+	leave, err := c.enter(context.Background(), &none)
+	must(t, err)
+	ctx := &waits{Context: context.Background(), begun: make(chan struct{})}
+	m, done := manifest(), make(chan error, 1)
+	go func() { done <- c.Capture(ctx, newBox().subject(), m, 0) }()
+	<-ctx.begun
+	leave()
+	must(t, <-done)
+	if st := m.Status(); st.Queued <= 0 || st.Service < st.Freeze || st.Freeze <= 0 {
+		t.Errorf("waited %s, worked %s, frozen %s", st.Queued, st.Service, st.Freeze)
 	}
 }
 

@@ -27,6 +27,10 @@ type Manifest struct {
 	// FrozenAt is the instant that the artefact shows; Freeze is how long the source stood still.
 	FrozenAt time.Time     `json:"frozen_at"`
 	Freeze   time.Duration `json:"freeze"`
+	// Queued is how long the capture waited for its turn, Service how long the rest of it took, until the artefact was in its place: so
+	// neither is written into it.
+	Queued  time.Duration `json:"-"`
+	Service time.Duration `json:"-"`
 
 	Runtime RuntimeIdentity `json:"runtime"`
 	Image   ImageIdentity   `json:"image"`
@@ -143,5 +147,6 @@ func (m *Manifest) Status() snapshot.Status {
 		Phase: snapshot.Ready, SizeBytes: m.SizeBytes, Image: m.Image.Reference, ImageDigest: m.Image.Digest,
 		ErofsDigest: m.Image.ErofsDigest, RuntimeBundle: m.Runtime.Bundle, RuntimeVersion: m.Runtime.Version,
 		CPUFeatures: m.CPUFeatures, Volumes: m.Volumes, Freeze: m.Freeze, FreezeTime: m.FrozenAt, Files: m.Files,
+		Queued: m.Queued, Service: m.Service,
 	}
 }

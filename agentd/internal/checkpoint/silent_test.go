@@ -34,11 +34,11 @@ func TestSilentGuestHoldsNoSlot(t *testing.T) {
 	silent := make(chan error, 1)
 	waiting, giveUp := context.WithCancel(ctx)
 	go func() {
-		_, _, err := c.quiet(waiting, m)
+		_, _, err := c.quiet(waiting, m, new(time.Duration))
 		silent <- err
 	}()
 	<-m.asked // in the slot
-	leave, asked, err := c.quiet(ctx, obedient{})
+	leave, asked, err := c.quiet(ctx, obedient{}, new(time.Duration))
 	if err != nil || !asked {
 		t.Fatalf("the next one: %v", err)
 	}

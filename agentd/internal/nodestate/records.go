@@ -92,6 +92,9 @@ type Sandbox struct {
 	Reason     string        `json:"reason,omitempty"`
 	Message    string        `json:"message,omitempty"`
 	LastFreeze time.Duration `json:"last_freeze,omitempty"`
+	// StartQueued and StartService are of the last start, restore or wake: the wait for its turn, and the work until it ran.
+	StartQueued  time.Duration `json:"start_queued,omitempty"`
+	StartService time.Duration `json:"start_service,omitempty"`
 
 	// Observation counts the changes worth reporting, from the node's LastObservation on. Acked is the highest that the coordinator has
 	// taken; a report is due while it is lower.

@@ -87,7 +87,7 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 		return err
 	}
 	err = o.frozen(ctx, snap.UID, func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
-		err := o.n.Capturer.Capture(ctx, s, m, int64(stats.MemoryBytes))
+		err := o.captured(ctx, s, m, int64(stats.MemoryBytes))
 		return checkpoint.Frozen{At: m.FrozenAt, For: m.Freeze}, err
 	})
 	if err != nil {
@@ -101,6 +101,14 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 		return err
 	}
 	return o.n.fault("checkpoint.record.after")
+}
+
+// captured has the artefact made, and measures it.
+func (o *owner) captured(ctx context.Context, s checkpoint.Subject, m *checkpoint.Manifest, estimate int64) error {
+	err := o.n.Capturer.Capture(ctx, s, m, estimate)
+	o.n.measure("checkpoint", queueStep, m.Queued, nil)
+	o.n.measure("checkpoint", captureStep, m.Service, err)
+	return err
 }
 
 // manifest says all about the capture that is known before it.

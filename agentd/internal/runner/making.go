@@ -171,12 +171,15 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 		ID: o.uid, Dir: o.n.Dir(o.uid), Spec: b.spec, Bundle: b.bundle.Bundle, Flags: o.rec.Flags,
 		Stdio: o.n.stdio(o.uid), Cgroup: o.n.Groups.Path(o.uid),
 	}
+	asked := o.n.Now()
 	select {
 	case o.n.slots <- struct{}{}:
 		defer func() { <-o.n.slots }()
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
+	b.queued = o.n.Now().Sub(asked)
+	o.n.measure(b.verb, queueStep, b.queued, nil)
 	var handle runtime.Handle
 	var err error
 	if b.from == nil {
@@ -267,8 +270,9 @@ func (o *owner) startMain(ctx context.Context, b *build) error {
 	return o.openGuest().StartMain(ctx, *b.main)
 }
 
-func (o *owner) recordRunning(_ context.Context, _ *build) error {
+func (o *owner) recordRunning(_ context.Context, b *build) error {
 	rec := o.rec
+	rec.StartQueued, rec.StartService = b.queued, max(o.n.Now().Sub(b.began)-b.queued, 0)
 	rec.Intent, rec.Phase, rec.Hibernation = nodestate.IntentKeep, sandbox.Running, spent(rec.Hibernation)
 	if err := o.observe(rec); err != nil {
 		return err

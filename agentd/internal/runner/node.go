@@ -56,7 +56,8 @@ type Options struct {
 
 	Log *slog.Logger
 	Now func() time.Time
-	// Measure is told of each step of a start or restore; for metrics. May be nil.
+	// Measure is told of each step of a start or restore, and of a capture: their waits for a turn are steps of their own, "queue".
+	// For metrics. May be nil.
 	Measure func(verb, step string, took time.Duration, err error)
 	// Fault is asked at each fault point; an error stops the owner dead, as a crash would. Tests only.
 	Fault func(point string) error
@@ -121,6 +122,15 @@ func (n *Node) Close() {
 
 // Changed has a value whenever an observation of a sandbox was recorded since it was last read.
 func (n *Node) Changed() <-chan struct{} { return n.changed }
+
+// queueStep is what the wait for a turn is measured as, and captureStep the work at a capture.
+const queueStep, captureStep = "queue", "capture"
+
+func (n *Node) measure(verb, step string, took time.Duration, err error) {
+	if n.Measure != nil {
+		n.Measure(verb, step, took, err)
+	}
+}
 
 func (n *Node) notify() {
 	select {

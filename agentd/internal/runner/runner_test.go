@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -476,6 +477,62 @@ func TestOnlyAFewAreStartedAtATime(t *testing.T) {
 	close(release)
 	must(t, <-first)
 	eventually(t, "the one that had no time is gone", func() bool { _, err := a.store.Sandbox(waiting.UID); return errs.Has(err, errs.ObjectNotFound) })
+}
+
+// The wait for a turn is a step of its own, and no part of the work: in the record and in the metrics.
+func TestL02TheWaitForATurnIsToldApart(t *testing.T) {
+	a := newWorld(t).boot() // Width is one
+	var mu sync.Mutex
+	now, looks := time.Unix(1000, 0), -1
+	asked := make(chan struct{})
+	a.Now = func() time.Time {
+		mu.Lock()
+		defer mu.Unlock()
+		now = now.Add(time.Millisecond)
+		if looks >= 0 {
+			if looks++; looks == 2 { // the step began, and then its wait
+				close(asked)
+			}
+		}
+		return now
+	}
+	took := map[string]time.Duration{}
+	a.Measure = func(verb, step string, d time.Duration, _ error) {
+		mu.Lock()
+		defer mu.Unlock()
+		took[verb+" "+step] = d
+		if step == "spec" { // the one before
+			looks = 0
+		}
+	}
+	a.slots <- struct{}{} // somebody else's turn
+	started, req := make(chan nodestate.Sandbox, 1), startRequest()
+	go func() {
+		rec, err := a.Start(ctx(t), req)
+		if err != nil {
+			t.Error(err)
+		}
+		started <- rec
+	}()
+	<-asked
+	mu.Lock()
+	now = now.Add(time.Hour)
+	mu.Unlock()
+	<-a.slots
+	rec := <-started
+	snap, err := a.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: "t", CommandID: "save-1"})
+	must(t, err)
+	mu.Lock()
+	defer mu.Unlock()
+	if rec.StartQueued < time.Hour || rec.StartService <= 0 || rec.StartService >= time.Hour {
+		t.Errorf("waited %s, worked %s", rec.StartQueued, rec.StartService)
+	}
+	if took["start queue"] != rec.StartQueued || took["start runtime"] <= 0 || took["start runtime"] >= time.Hour {
+		t.Errorf("measured: %v", took)
+	}
+	if took["checkpoint queue"] != snap.Status.Queued || took["checkpoint capture"] != snap.Status.Service || snap.Status.Service <= 0 {
+		t.Errorf("a capture that took %s: %v", snap.Status.Service, took)
+	}
 }
 
 func TestStepsAreNamedOnce(t *testing.T) {

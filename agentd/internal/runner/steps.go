@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
@@ -33,6 +34,10 @@ type build struct {
 	bundle   Bundle
 	binds    []Bind
 	spec     *specs.Spec
+
+	// began is when the first step was begun, queued how long the runtime waited for its turn.
+	began  time.Time
+	queued time.Duration
 
 	// from is set for a restore.
 	from    *checkpoint.Manifest
@@ -65,6 +70,7 @@ func (b *build) with(fn func(context.Context, *build) error) func(context.Contex
 
 // make runs the steps in order. A step that fails ends it; the error names the step.
 func (o *owner) make(ctx context.Context, b *build) error {
+	b.began = o.n.Now()
 	for _, s := range o.steps(b) {
 		point := b.verb + "." + s.name
 		if err := o.n.fault(point + ".before"); err != nil {
@@ -73,10 +79,9 @@ func (o *owner) make(ctx context.Context, b *build) error {
 		err := context.Cause(ctx)
 		if err == nil {
 			began := o.n.Now()
+			waited := b.queued
 			err = s.do(ctx)
-			if o.n.Measure != nil {
-				o.n.Measure(b.verb, s.name, o.n.Now().Sub(began), err)
-			}
+			o.n.measure(b.verb, s.name, o.n.Now().Sub(began)-(b.queued-waited), err)
 		}
 		if err != nil {
 			return inStep(ctx, s.name, err)

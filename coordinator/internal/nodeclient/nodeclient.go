@@ -343,5 +343,6 @@ func Observation(p *nodev1.SandboxObservation) (operations.Observation, error) {
 	}
 	return operations.Observation{UID: uid, Tenant: tenant, Phase: st.Phase, ObservedGeneration: st.ObservedGeneration,
 		ImageDigest: st.ImageDigest, ErofsDigest: st.ErofsDigest, RuntimeBundle: st.RuntimeBundle, RestoredFrom: st.RestoredFrom,
-		StartTime: st.StartTime, ExitCode: st.ExitCode, Reason: st.Reason, Message: st.Message, Number: st.Observation}, nil
+		StartTime: st.StartTime, ExitCode: st.ExitCode, Reason: st.Reason, Message: st.Message, Number: st.Observation,
+		StartQueued: st.StartQueued, StartService: st.StartService}, nil
 }

@@ -31,6 +31,9 @@ func (e *Engine) observe(sb *records.Sandbox, o Observation) bool {
 	if !o.StartTime.IsZero() {
 		st.StartTime = o.StartTime
 	}
+	if o.StartService > 0 {
+		st.StartQueued, st.StartService = o.StartQueued, o.StartService
+	}
 	if st.Phase == sandbox.Deleting || o.Phase == sandbox.Deleting || !e.move(sb, o.Phase, o.Reason, o.Message) {
 		return true
 	}

@@ -49,6 +49,8 @@ type Observation struct {
 	ExitCode           *int32
 	Reason             string
 	Message            string
+	StartQueued        time.Duration // the last start, restore or wake waited for its turn
+	StartService       time.Duration // and the node worked at it
 	// Number counts the node's observations of the sandbox; higher is newer.
 	Number  uint64
 	Session fence.Epoch

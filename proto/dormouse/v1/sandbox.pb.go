@@ -628,7 +628,11 @@ type SandboxStatus struct {
 	Reason  string `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
 	Message string `protobuf:"bytes,12,opt,name=message,proto3" json:"message,omitempty"`
 	// How long the last checkpoint froze it.
-	LastFreeze    *durationpb.Duration `protobuf:"bytes,13,opt,name=last_freeze,json=lastFreeze,proto3" json:"last_freeze,omitempty"`
+	LastFreeze *durationpb.Duration `protobuf:"bytes,13,opt,name=last_freeze,json=lastFreeze,proto3" json:"last_freeze,omitempty"`
+	// How long its start, restore or wake, whichever was last, waited on its node for its turn.
+	StartQueued *durationpb.Duration `protobuf:"bytes,14,opt,name=start_queued,json=startQueued,proto3" json:"start_queued,omitempty"`
+	// How long the node worked at it until it ran. The two do not overlap.
+	StartService  *durationpb.Duration `protobuf:"bytes,15,opt,name=start_service,json=startService,proto3" json:"start_service,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -750,6 +754,20 @@ func (x *SandboxStatus) GetMessage() string {
 func (x *SandboxStatus) GetLastFreeze() *durationpb.Duration {
 	if x != nil {
 		return x.LastFreeze
+	}
+	return nil
+}
+
+func (x *SandboxStatus) GetStartQueued() *durationpb.Duration {
+	if x != nil {
+		return x.StartQueued
+	}
+	return nil
+}
+
+func (x *SandboxStatus) GetStartService() *durationpb.Duration {
+	if x != nil {
+		return x.StartService
 	}
 	return nil
 }
@@ -2571,7 +2589,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
 	"\x11NodeSelectorEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa8\x04\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa6\x05\n" +
 	"\rSandboxStatus\x12/\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x19.dormouse.v1.SandboxPhaseR\x05phase\x12/\n" +
 	"\x13observed_generation\x18\x02 \x01(\x03R\x12observedGeneration\x126\n" +
@@ -2590,7 +2608,9 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x06reason\x18\v \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\f \x01(\tR\amessage\x12:\n" +
 	"\vlast_freeze\x18\r \x01(\v2\x19.google.protobuf.DurationR\n" +
-	"lastFreezeB\f\n" +
+	"lastFreeze\x12<\n" +
+	"\fstart_queued\x18\x0e \x01(\v2\x19.google.protobuf.DurationR\vstartQueued\x12>\n" +
+	"\rstart_service\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\fstartServiceB\f\n" +
 	"\n" +
 	"_exit_code\"\x98\x01\n" +
 	"\aSandbox\x12+\n" +
@@ -2862,69 +2882,71 @@ var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	47, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
 	48, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
 	45, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	49, // 13: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
-	6,  // 14: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
-	7,  // 15: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
-	39, // 16: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
-	6,  // 17: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	40, // 18: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	8,  // 19: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 20: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	15, // 21: dormouse.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
-	1,  // 22: dormouse.v1.SandboxNetwork.mode:type_name -> dormouse.v1.NetworkMode
-	50, // 23: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
-	41, // 24: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	45, // 25: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
-	45, // 26: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
-	2,  // 27: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
-	46, // 28: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
-	8,  // 29: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	0,  // 30: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
-	8,  // 31: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 32: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	42, // 33: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	51, // 34: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	3,  // 35: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	43, // 36: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	26, // 37: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 38: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	44, // 39: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
-	26, // 40: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 41: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 42: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 43: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 44: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	9,  // 45: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	11, // 46: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	13, // 47: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
-	16, // 48: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
-	18, // 49: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	20, // 50: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	22, // 51: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	24, // 52: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	27, // 53: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	29, // 54: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	31, // 55: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	33, // 56: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
-	35, // 57: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	10, // 58: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	12, // 59: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	14, // 60: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
-	17, // 61: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
-	19, // 62: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	21, // 63: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	23, // 64: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	25, // 65: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	28, // 66: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	30, // 67: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	32, // 68: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	34, // 69: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
-	36, // 70: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	58, // [58:71] is the sub-list for method output_type
-	45, // [45:58] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	45, // 13: dormouse.v1.SandboxStatus.start_queued:type_name -> google.protobuf.Duration
+	45, // 14: dormouse.v1.SandboxStatus.start_service:type_name -> google.protobuf.Duration
+	49, // 15: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	6,  // 16: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
+	7,  // 17: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
+	39, // 18: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
+	6,  // 19: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	40, // 20: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	8,  // 21: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 22: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	15, // 23: dormouse.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	1,  // 24: dormouse.v1.SandboxNetwork.mode:type_name -> dormouse.v1.NetworkMode
+	50, // 25: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
+	41, // 26: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	45, // 27: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	45, // 28: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	2,  // 29: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
+	46, // 30: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	8,  // 31: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	0,  // 32: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
+	8,  // 33: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 34: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	42, // 35: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	51, // 36: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	3,  // 37: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
+	43, // 38: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	26, // 39: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 40: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	44, // 41: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	26, // 42: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	8,  // 43: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	8,  // 44: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 45: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	8,  // 46: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 47: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	11, // 48: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	13, // 49: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
+	16, // 50: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	18, // 51: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	20, // 52: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	22, // 53: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	24, // 54: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	27, // 55: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	29, // 56: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	31, // 57: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	33, // 58: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	35, // 59: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	10, // 60: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	12, // 61: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	14, // 62: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
+	17, // 63: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	19, // 64: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	21, // 65: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	23, // 66: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	25, // 67: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	28, // 68: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	30, // 69: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	32, // 70: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	34, // 71: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	36, // 72: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	60, // [60:73] is the sub-list for method output_type
+	47, // [47:60] is the sub-list for method input_type
+	47, // [47:47] is the sub-list for extension type_name
+	47, // [47:47] is the sub-list for extension extendee
+	0,  // [0:47] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }

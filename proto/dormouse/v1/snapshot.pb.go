@@ -219,12 +219,16 @@ type SnapshotStatus struct {
 	CpuFeatures    []string               `protobuf:"bytes,9,rep,name=cpu_features,json=cpuFeatures,proto3" json:"cpu_features,omitempty"`
 	Volumes        []*VolumeReference     `protobuf:"bytes,10,rep,name=volumes,proto3" json:"volumes,omitempty"`
 	// The nodes that hold the artefact.
-	Nodes         []string               `protobuf:"bytes,11,rep,name=nodes,proto3" json:"nodes,omitempty"`
-	Freeze        *durationpb.Duration   `protobuf:"bytes,12,opt,name=freeze,proto3" json:"freeze,omitempty"`
-	Files         []*SnapshotFile        `protobuf:"bytes,13,rep,name=files,proto3" json:"files,omitempty"`
-	Reason        string                 `protobuf:"bytes,14,opt,name=reason,proto3" json:"reason,omitempty"`
-	Message       string                 `protobuf:"bytes,15,opt,name=message,proto3" json:"message,omitempty"`
-	ReadyTime     *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=ready_time,json=readyTime,proto3" json:"ready_time,omitempty"`
+	Nodes     []string               `protobuf:"bytes,11,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	Freeze    *durationpb.Duration   `protobuf:"bytes,12,opt,name=freeze,proto3" json:"freeze,omitempty"`
+	Files     []*SnapshotFile        `protobuf:"bytes,13,rep,name=files,proto3" json:"files,omitempty"`
+	Reason    string                 `protobuf:"bytes,14,opt,name=reason,proto3" json:"reason,omitempty"`
+	Message   string                 `protobuf:"bytes,15,opt,name=message,proto3" json:"message,omitempty"`
+	ReadyTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=ready_time,json=readyTime,proto3" json:"ready_time,omitempty"`
+	// How long the capture waited on its node for its turn; the sandbox ran meanwhile.
+	Queued *durationpb.Duration `protobuf:"bytes,17,opt,name=queued,proto3" json:"queued,omitempty"`
+	// How long the node worked at it: freeze, save, sync to the disk, and put in its place. The two do not overlap.
+	Service       *durationpb.Duration `protobuf:"bytes,18,opt,name=service,proto3" json:"service,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -367,6 +371,20 @@ func (x *SnapshotStatus) GetMessage() string {
 func (x *SnapshotStatus) GetReadyTime() *timestamppb.Timestamp {
 	if x != nil {
 		return x.ReadyTime
+	}
+	return nil
+}
+
+func (x *SnapshotStatus) GetQueued() *durationpb.Duration {
+	if x != nil {
+		return x.Queued
+	}
+	return nil
+}
+
+func (x *SnapshotStatus) GetService() *durationpb.Duration {
+	if x != nil {
+		return x.Service
 	}
 	return nil
 }
@@ -896,7 +914,7 @@ const file_dormouse_v1_snapshot_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1d\n" +
 	"\n" +
 	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\x12\x16\n" +
-	"\x06digest\x18\x03 \x01(\tR\x06digest\"\x87\x05\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\"\xef\x05\n" +
 	"\x0eSnapshotStatus\x120\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x1a.dormouse.v1.SnapshotPhaseR\x05phase\x126\n" +
 	"\n" +
@@ -918,7 +936,9 @@ const file_dormouse_v1_snapshot_proto_rawDesc = "" +
 	"\x06reason\x18\x0e \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x0f \x01(\tR\amessage\x129\n" +
 	"\n" +
-	"ready_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\treadyTime\"\x9a\x01\n" +
+	"ready_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\treadyTime\x121\n" +
+	"\x06queued\x18\x11 \x01(\v2\x19.google.protobuf.DurationR\x06queued\x123\n" +
+	"\aservice\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\aservice\"\x9a\x01\n" +
 	"\bSnapshot\x12+\n" +
 	"\x04meta\x18\x01 \x01(\v2\x17.dormouse.v1.ObjectMetaR\x04meta\x12,\n" +
 	"\x12source_sandbox_uid\x18\x02 \x01(\tR\x10sourceSandboxUid\x123\n" +
@@ -1005,25 +1025,27 @@ var file_dormouse_v1_snapshot_proto_depIdxs = []int32{
 	14, // 3: dormouse.v1.SnapshotStatus.freeze:type_name -> google.protobuf.Duration
 	2,  // 4: dormouse.v1.SnapshotStatus.files:type_name -> dormouse.v1.SnapshotFile
 	15, // 5: dormouse.v1.SnapshotStatus.ready_time:type_name -> google.protobuf.Timestamp
-	16, // 6: dormouse.v1.Snapshot.meta:type_name -> dormouse.v1.ObjectMeta
-	3,  // 7: dormouse.v1.Snapshot.status:type_name -> dormouse.v1.SnapshotStatus
-	4,  // 8: dormouse.v1.GetSnapshotResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	0,  // 9: dormouse.v1.ListSnapshotsRequest.phase:type_name -> dormouse.v1.SnapshotPhase
-	4,  // 10: dormouse.v1.ListSnapshotsResponse.snapshots:type_name -> dormouse.v1.Snapshot
-	4,  // 11: dormouse.v1.WatchSnapshotsResponse.snapshot:type_name -> dormouse.v1.Snapshot
-	5,  // 12: dormouse.v1.SnapshotService.GetSnapshot:input_type -> dormouse.v1.GetSnapshotRequest
-	7,  // 13: dormouse.v1.SnapshotService.ListSnapshots:input_type -> dormouse.v1.ListSnapshotsRequest
-	9,  // 14: dormouse.v1.SnapshotService.DeleteSnapshot:input_type -> dormouse.v1.DeleteSnapshotRequest
-	11, // 15: dormouse.v1.SnapshotService.WatchSnapshots:input_type -> dormouse.v1.WatchSnapshotsRequest
-	6,  // 16: dormouse.v1.SnapshotService.GetSnapshot:output_type -> dormouse.v1.GetSnapshotResponse
-	8,  // 17: dormouse.v1.SnapshotService.ListSnapshots:output_type -> dormouse.v1.ListSnapshotsResponse
-	10, // 18: dormouse.v1.SnapshotService.DeleteSnapshot:output_type -> dormouse.v1.DeleteSnapshotResponse
-	12, // 19: dormouse.v1.SnapshotService.WatchSnapshots:output_type -> dormouse.v1.WatchSnapshotsResponse
-	16, // [16:20] is the sub-list for method output_type
-	12, // [12:16] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	14, // 6: dormouse.v1.SnapshotStatus.queued:type_name -> google.protobuf.Duration
+	14, // 7: dormouse.v1.SnapshotStatus.service:type_name -> google.protobuf.Duration
+	16, // 8: dormouse.v1.Snapshot.meta:type_name -> dormouse.v1.ObjectMeta
+	3,  // 9: dormouse.v1.Snapshot.status:type_name -> dormouse.v1.SnapshotStatus
+	4,  // 10: dormouse.v1.GetSnapshotResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	0,  // 11: dormouse.v1.ListSnapshotsRequest.phase:type_name -> dormouse.v1.SnapshotPhase
+	4,  // 12: dormouse.v1.ListSnapshotsResponse.snapshots:type_name -> dormouse.v1.Snapshot
+	4,  // 13: dormouse.v1.WatchSnapshotsResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	5,  // 14: dormouse.v1.SnapshotService.GetSnapshot:input_type -> dormouse.v1.GetSnapshotRequest
+	7,  // 15: dormouse.v1.SnapshotService.ListSnapshots:input_type -> dormouse.v1.ListSnapshotsRequest
+	9,  // 16: dormouse.v1.SnapshotService.DeleteSnapshot:input_type -> dormouse.v1.DeleteSnapshotRequest
+	11, // 17: dormouse.v1.SnapshotService.WatchSnapshots:input_type -> dormouse.v1.WatchSnapshotsRequest
+	6,  // 18: dormouse.v1.SnapshotService.GetSnapshot:output_type -> dormouse.v1.GetSnapshotResponse
+	8,  // 19: dormouse.v1.SnapshotService.ListSnapshots:output_type -> dormouse.v1.ListSnapshotsResponse
+	10, // 20: dormouse.v1.SnapshotService.DeleteSnapshot:output_type -> dormouse.v1.DeleteSnapshotResponse
+	12, // 21: dormouse.v1.SnapshotService.WatchSnapshots:output_type -> dormouse.v1.WatchSnapshotsResponse
+	18, // [18:22] is the sub-list for method output_type
+	14, // [14:18] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_snapshot_proto_init() }

@@ -254,7 +254,10 @@ type SandboxObservation struct {
 	Reason             string                 `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
 	Message            string                 `protobuf:"bytes,12,opt,name=message,proto3" json:"message,omitempty"`
 	// Counts the node's observations of this sandbox; higher is newer.
-	Observation   uint64 `protobuf:"varint,13,opt,name=observation,proto3" json:"observation,omitempty"`
+	Observation uint64 `protobuf:"varint,13,opt,name=observation,proto3" json:"observation,omitempty"`
+	// Of the last start, restore or wake: the wait for its turn, and the work until it ran.
+	StartQueued   *durationpb.Duration `protobuf:"bytes,14,opt,name=start_queued,json=startQueued,proto3" json:"start_queued,omitempty"`
+	StartService  *durationpb.Duration `protobuf:"bytes,15,opt,name=start_service,json=startService,proto3" json:"start_service,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -378,6 +381,20 @@ func (x *SandboxObservation) GetObservation() uint64 {
 		return x.Observation
 	}
 	return 0
+}
+
+func (x *SandboxObservation) GetStartQueued() *durationpb.Duration {
+	if x != nil {
+		return x.StartQueued
+	}
+	return nil
+}
+
+func (x *SandboxObservation) GetStartService() *durationpb.Duration {
+	if x != nil {
+		return x.StartService
+	}
+	return nil
 }
 
 type RestoreVolume struct {
@@ -840,8 +857,11 @@ type SnapshotObservation struct {
 	Freeze           *durationpb.Duration   `protobuf:"bytes,12,opt,name=freeze,proto3" json:"freeze,omitempty"`
 	Files            []*v1.SnapshotFile     `protobuf:"bytes,13,rep,name=files,proto3" json:"files,omitempty"`
 	FreezeTime       *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=freeze_time,json=freezeTime,proto3" json:"freeze_time,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The wait for its turn, and the work at it.
+	Queued        *durationpb.Duration `protobuf:"bytes,15,opt,name=queued,proto3" json:"queued,omitempty"`
+	Service       *durationpb.Duration `protobuf:"bytes,16,opt,name=service,proto3" json:"service,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotObservation) Reset() {
@@ -968,6 +988,20 @@ func (x *SnapshotObservation) GetFiles() []*v1.SnapshotFile {
 func (x *SnapshotObservation) GetFreezeTime() *timestamppb.Timestamp {
 	if x != nil {
 		return x.FreezeTime
+	}
+	return nil
+}
+
+func (x *SnapshotObservation) GetQueued() *durationpb.Duration {
+	if x != nil {
+		return x.Queued
+	}
+	return nil
+}
+
+func (x *SnapshotObservation) GetService() *durationpb.Duration {
+	if x != nil {
+		return x.Service
 	}
 	return nil
 }
@@ -3610,7 +3644,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"V\n" +
 	"\x14StartSandboxResponse\x12>\n" +
-	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xf1\x03\n" +
+	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xef\x04\n" +
 	"\x12SandboxObservation\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x12\x16\n" +
 	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12/\n" +
@@ -3626,7 +3660,9 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	" \x01(\x05H\x00R\bexitCode\x88\x01\x01\x12\x16\n" +
 	"\x06reason\x18\v \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\f \x01(\tR\amessage\x12 \n" +
-	"\vobservation\x18\r \x01(\x04R\vobservationB\f\n" +
+	"\vobservation\x18\r \x01(\x04R\vobservation\x12<\n" +
+	"\fstart_queued\x18\x0e \x01(\v2\x19.google.protobuf.DurationR\vstartQueued\x12>\n" +
+	"\rstart_service\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\fstartServiceB\f\n" +
 	"\n" +
 	"_exit_code\"_\n" +
 	"\rRestoreVolume\x12\x12\n" +
@@ -3658,7 +3694,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12!\n" +
 	"\fsnapshot_uid\x18\x03 \x01(\tR\vsnapshotUid\"^\n" +
 	"\x19CheckpointSandboxResponse\x12A\n" +
-	"\bsnapshot\x18\x01 \x01(\v2%.dormouse.node.v1.SnapshotObservationR\bsnapshot\"\xb4\x04\n" +
+	"\bsnapshot\x18\x01 \x01(\v2%.dormouse.node.v1.SnapshotObservationR\bsnapshot\"\x9c\x05\n" +
 	"\x13SnapshotObservation\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\tR\x03uid\x12\x16\n" +
 	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12,\n" +
@@ -3676,7 +3712,9 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x06freeze\x18\f \x01(\v2\x19.google.protobuf.DurationR\x06freeze\x12/\n" +
 	"\x05files\x18\r \x03(\v2\x19.dormouse.v1.SnapshotFileR\x05files\x12;\n" +
 	"\vfreeze_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"freezeTime\"\x9b\x01\n" +
+	"freezeTime\x121\n" +
+	"\x06queued\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\x06queued\x123\n" +
+	"\aservice\x18\x10 \x01(\v2\x19.google.protobuf.DurationR\aservice\"\x9b\x01\n" +
 	"\x13PauseSandboxRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12=\n" +
@@ -3960,9 +3998,9 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*v1.SandboxSpec)(nil),            // 56: dormouse.v1.SandboxSpec
 	(v1.SandboxPhase)(0),              // 57: dormouse.v1.SandboxPhase
 	(*timestamppb.Timestamp)(nil),     // 58: google.protobuf.Timestamp
-	(*v1.EgressPolicy)(nil),           // 59: dormouse.v1.EgressPolicy
-	(*v1.VolumeReference)(nil),        // 60: dormouse.v1.VolumeReference
-	(*durationpb.Duration)(nil),       // 61: google.protobuf.Duration
+	(*durationpb.Duration)(nil),       // 59: google.protobuf.Duration
+	(*v1.EgressPolicy)(nil),           // 60: dormouse.v1.EgressPolicy
+	(*v1.VolumeReference)(nil),        // 61: dormouse.v1.VolumeReference
 	(*v1.SnapshotFile)(nil),           // 62: dormouse.v1.SnapshotFile
 	(*v1.PullProgress)(nil),           // 63: dormouse.v1.PullProgress
 	(*v1.Image)(nil),                  // 64: dormouse.v1.Image
@@ -3978,115 +4016,119 @@ var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	57, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
 	58, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
-	0,  // 6: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	4,  // 7: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
-	6,  // 8: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
-	59, // 9: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
-	3,  // 10: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 11: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 12: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	12, // 13: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	60, // 14: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	61, // 15: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	62, // 16: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	58, // 17: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
-	0,  // 18: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	61, // 19: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
-	3,  // 20: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 21: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	61, // 22: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
-	3,  // 23: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 24: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 25: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 26: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	59, // 27: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
-	3,  // 28: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 29: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 30: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	25, // 31: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
-	0,  // 32: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 33: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	63, // 34: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	64, // 35: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	0,  // 36: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	65, // 37: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
-	3,  // 38: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
-	12, // 39: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
-	25, // 40: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	64, // 41: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	61, // 42: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
-	54, // 43: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	66, // 44: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	66, // 45: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
-	35, // 46: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
-	36, // 47: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	67, // 48: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
-	38, // 49: dormouse.node.v1.Hello.witness:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 50: dormouse.node.v1.Hello.witness_mark:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 51: dormouse.node.v1.Hello.journal:type_name -> dormouse.node.v1.CatalogPoint
-	40, // 52: dormouse.node.v1.JournalEntry.references:type_name -> dormouse.node.v1.JournalReference
-	38, // 53: dormouse.node.v1.JournalEntry.point:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 54: dormouse.node.v1.Journal.point:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 55: dormouse.node.v1.Journal.mark:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 56: dormouse.node.v1.Journal.complete:type_name -> dormouse.node.v1.CatalogPoint
-	39, // 57: dormouse.node.v1.Journal.entries:type_name -> dormouse.node.v1.JournalEntry
-	39, // 58: dormouse.node.v1.ReadJournalResponse.entries:type_name -> dormouse.node.v1.JournalEntry
-	55, // 59: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	66, // 60: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	64, // 61: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	36, // 62: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 63: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	37, // 64: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	45, // 65: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	46, // 66: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	42, // 67: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
-	61, // 68: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	49, // 69: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	49, // 70: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	68, // 71: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	48, // 72: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	50, // 73: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	51, // 74: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	41, // 75: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
-	1,  // 76: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 77: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	8,  // 78: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	10, // 79: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	13, // 80: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	15, // 81: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	17, // 82: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	19, // 83: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
-	21, // 84: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	23, // 85: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	26, // 86: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	28, // 87: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	30, // 88: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	32, // 89: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
-	34, // 90: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	43, // 91: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
-	47, // 92: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 93: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	7,  // 94: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	9,  // 95: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	11, // 96: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	14, // 97: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	16, // 98: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	18, // 99: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	20, // 100: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
-	22, // 101: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	24, // 102: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	27, // 103: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	29, // 104: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	31, // 105: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	33, // 106: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
-	35, // 107: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	44, // 108: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
-	52, // 109: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	93, // [93:110] is the sub-list for method output_type
-	76, // [76:93] is the sub-list for method input_type
-	76, // [76:76] is the sub-list for extension type_name
-	76, // [76:76] is the sub-list for extension extendee
-	0,  // [0:76] is the sub-list for field type_name
+	59, // 6: dormouse.node.v1.SandboxObservation.start_queued:type_name -> google.protobuf.Duration
+	59, // 7: dormouse.node.v1.SandboxObservation.start_service:type_name -> google.protobuf.Duration
+	0,  // 8: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	4,  // 9: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
+	6,  // 10: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
+	60, // 11: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
+	3,  // 12: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 13: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 14: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	12, // 15: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
+	61, // 16: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	59, // 17: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	62, // 18: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	58, // 19: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	59, // 20: dormouse.node.v1.SnapshotObservation.queued:type_name -> google.protobuf.Duration
+	59, // 21: dormouse.node.v1.SnapshotObservation.service:type_name -> google.protobuf.Duration
+	0,  // 22: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	59, // 23: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,  // 24: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 25: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	59, // 26: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,  // 27: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 28: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	3,  // 29: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 30: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	60, // 31: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	3,  // 32: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,  // 33: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 34: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	25, // 35: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
+	0,  // 36: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	0,  // 37: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
+	63, // 38: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	64, // 39: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	0,  // 40: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
+	65, // 41: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	3,  // 42: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
+	12, // 43: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
+	25, // 44: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
+	64, // 45: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	59, // 46: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	54, // 47: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	66, // 48: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	66, // 49: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	35, // 50: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
+	36, // 51: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
+	67, // 52: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
+	38, // 53: dormouse.node.v1.Hello.witness:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 54: dormouse.node.v1.Hello.witness_mark:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 55: dormouse.node.v1.Hello.journal:type_name -> dormouse.node.v1.CatalogPoint
+	40, // 56: dormouse.node.v1.JournalEntry.references:type_name -> dormouse.node.v1.JournalReference
+	38, // 57: dormouse.node.v1.JournalEntry.point:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 58: dormouse.node.v1.Journal.point:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 59: dormouse.node.v1.Journal.mark:type_name -> dormouse.node.v1.CatalogPoint
+	38, // 60: dormouse.node.v1.Journal.complete:type_name -> dormouse.node.v1.CatalogPoint
+	39, // 61: dormouse.node.v1.Journal.entries:type_name -> dormouse.node.v1.JournalEntry
+	39, // 62: dormouse.node.v1.ReadJournalResponse.entries:type_name -> dormouse.node.v1.JournalEntry
+	55, // 63: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	66, // 64: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	64, // 65: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	36, // 66: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 67: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	37, // 68: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	45, // 69: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	46, // 70: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	42, // 71: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
+	59, // 72: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	49, // 73: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	49, // 74: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	68, // 75: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	48, // 76: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	50, // 77: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	51, // 78: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	41, // 79: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
+	1,  // 80: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 81: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,  // 82: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10, // 83: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13, // 84: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15, // 85: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17, // 86: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19, // 87: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	21, // 88: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	23, // 89: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	26, // 90: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	28, // 91: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	30, // 92: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	32, // 93: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
+	34, // 94: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	43, // 95: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
+	47, // 96: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 97: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,  // 98: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,  // 99: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11, // 100: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14, // 101: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16, // 102: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18, // 103: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20, // 104: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	22, // 105: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	24, // 106: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	27, // 107: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	29, // 108: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	31, // 109: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	33, // 110: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
+	35, // 111: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	44, // 112: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
+	52, // 113: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	97, // [97:114] is the sub-list for method output_type
+	80, // [80:97] is the sub-list for method input_type
+	80, // [80:80] is the sub-list for extension type_name
+	80, // [80:80] is the sub-list for extension extendee
+	0,  // [0:80] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
