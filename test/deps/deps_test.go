@@ -91,7 +91,7 @@ var walls = []wall{
 	},
 	{
 		from: []string{"agentd/internal/nodestate"}, deny: []string{"agentd", "coordinator", "pkg/catalog", "pkg/client", grpc},
-		except: []string{"agentd/internal/nodestate"},
+		except: []string{"agentd/internal/nodestate", "agentd/internal/boltfile"},
 		reason: "the node's records must be readable whatever else is broken",
 	},
 	{

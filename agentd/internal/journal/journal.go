@@ -41,6 +41,7 @@ import (
 	bolt "go.etcd.io/bbolt"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/boltfile"
 	"github.com/dormouse-run/dormouse/pkg/durable"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
@@ -75,7 +76,7 @@ type Journal struct{ db *bolt.DB }
 func Open(dir, node string, log *slog.Logger) (*Journal, error) {
 	path := filepath.Join(dir, "journal.db")
 	j, err := open(path, node)
-	if err == nil || errors.Is(err, os.ErrPermission) {
+	if !errors.Is(err, boltfile.ErrDamaged) && !errors.Is(err, errForeign) {
 		return j, err
 	}
 	aside := fmt.Sprintf("%s.damaged-%d", path, time.Now().UnixNano())
@@ -89,25 +90,23 @@ func Open(dir, node string, log *slog.Logger) (*Journal, error) {
 	return open(path, node)
 }
 
-func open(path, node string) (j *Journal, err error) {
-	defer func() {
-		if r := recover(); r != nil { // bbolt's answer to some damage
-			err = fmt.Errorf("open %s: %v", filepath.Base(path), r)
-		}
-	}()
-	db, err := bolt.Open(path, 0o600, &bolt.Options{Timeout: 5 * time.Second})
+// errForeign: the file is another node's, or what is in it is no journal.
+var errForeign = errors.New("it is not this node's journal")
+
+func open(path, node string) (*Journal, error) {
+	db, err := boltfile.Open(path, 5*time.Second)
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", filepath.Base(path), err)
 	}
 	err = db.Update(func(tx *bolt.Tx) error {
 		for _, name := range [][]byte{bucketMeta, bucketEntries, bucketDeleted} {
 			if _, err := tx.CreateBucketIfNotExists(name); err != nil {
-				return err
+				return fmt.Errorf("%w: %w", errForeign, err)
 			}
 		}
 		meta := tx.Bucket(bucketMeta)
 		if owner := meta.Get(keyNode); owner != nil && string(owner) != node {
-			return fmt.Errorf("it is of node %q", owner)
+			return fmt.Errorf("%w: it is of node %q", errForeign, owner)
 		}
 		return meta.Put(keyNode, []byte(node))
 	})

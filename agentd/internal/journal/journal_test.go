@@ -137,7 +137,18 @@ func TestTracesAreBounded(t *testing.T) {
 // What cannot be read is put aside: the coordinator sends the whole again.
 func TestDamagedIsPutAside(t *testing.T) {
 	for name, damage := range map[string]func(path string) error{
-		"cut":     func(path string) error { return os.Truncate(path, 100) },
+		"cut": func(path string) error { return os.Truncate(path, 100) },
+		"page": func(path string) error { // what bbolt believes, and then walks four billion steps
+			data, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			for at := 2 * os.Getpagesize(); at < len(data); at += os.Getpagesize() {
+				copy(data[at+10:], []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
+			}
+			return os.WriteFile(path, data, 0o600)
+		},
+		"empty":   func(path string) error { return os.Truncate(path, 0) },
 		"garbage": func(path string) error { return os.WriteFile(path, make([]byte, 1<<16), 0o600) },
 		"foreign": func(path string) error {
 			if err := os.Remove(path); err != nil {

@@ -3,17 +3,15 @@ package nodestate
 import (
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
-	"runtime/debug"
 	"strconv"
 	"sync"
 	"time"
 
 	bolt "go.etcd.io/bbolt"
 	berrors "go.etcd.io/bbolt/errors"
-	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/boltfile"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 )
@@ -73,7 +71,7 @@ func Open(opts Options) (*Store, error) {
 	if opts.Now == nil {
 		opts.Now = time.Now
 	}
-	db, err := openChecked(opts)
+	db, err := openFile(opts)
 	if err != nil {
 		return nil, err
 	}
@@ -109,75 +107,18 @@ func damaged(path string, cause error) error {
 			"look at what `agentctl doctor` finds on the node, and remove it with `agentctl doctor --fix` once nothing there is needed", path, cause)
 }
 
-// openChecked opens the database and walks all of it. A damaged page can make bbolt panic or touch
-// memory beyond the end of a truncated file; both become an error here.
-func openChecked(opts Options) (db *bolt.DB, err error) {
-	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
-	defer func() {
-		if p := recover(); p != nil {
-			// The database is not closed: its lock goes with the process, and closing would unmap what
-			// has just faulted.
-			db, err = nil, damaged(opts.Path, fmt.Errorf("it is damaged: %v", p))
-		}
-	}()
-	if err := refuseForeign(opts.Path); err != nil {
-		return nil, err
-	}
-	if err := verifyFile(opts.Path); err != nil {
-		return nil, damaged(opts.Path, err)
-	}
-	db, err = bolt.Open(opts.Path, 0o600, &bolt.Options{Timeout: opts.LockTimeout})
+// openFile gives each reason why the file could not be opened its own way out.
+func openFile(opts Options) (*bolt.DB, error) {
+	db, err := boltfile.Open(opts.Path, opts.LockTimeout)
 	switch {
-	case errors.Is(err, berrors.ErrTimeout):
+	case errors.Is(err, boltfile.ErrInUse):
 		return nil, errs.Wrap(err, errs.AlreadyAttached, "the state file %s is in use by another agentd; stop that one, or give this one a state folder of its own", opts.Path).With("holder", "agentd")
-	case err != nil && (os.IsPermission(err) || os.IsNotExist(err) || hostDisk(err)):
-		return nil, errs.Wrap(err, errs.InternalError, "open the state file %s: %v", opts.Path, err)
-	case err != nil:
+	case errors.Is(err, boltfile.ErrDamaged):
 		return nil, damaged(opts.Path, err)
-	}
-	if err := check(db); err != nil {
-		return nil, errors.Join(damaged(opts.Path, err), db.Close())
+	case err != nil:
+		return nil, errs.Wrap(err, errs.InternalError, "open the state file %s: %v", opts.Path, err)
 	}
 	return db, nil
-}
-
-// hostDisk tells that the disk is the reason, and not what is in the file.
-func hostDisk(err error) bool {
-	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EIO)
-}
-
-// refuseForeign keeps bbolt from initialising a file that is there but empty: it was truncated.
-func refuseForeign(path string) error {
-	info, err := os.Stat(path)
-	if os.IsNotExist(err) {
-		return nil
-	}
-	if err != nil {
-		return errs.Wrap(err, errs.InternalError, "look at the state file %s: %v", path, err)
-	}
-	if info.Size() == 0 || !info.Mode().IsRegular() {
-		return damaged(path, errors.New("it is empty or no regular file"))
-	}
-	return nil
-}
-
-func check(db *bolt.DB) error {
-	return db.View(func(tx *bolt.Tx) error {
-		info, err := os.Stat(db.Path())
-		if err != nil {
-			return err
-		}
-		if info.Size() < tx.Size() {
-			return fmt.Errorf("it has %d bytes of %d", info.Size(), tx.Size())
-		}
-		var first error
-		for err := range tx.Check() {
-			if first == nil {
-				first = err
-			}
-		}
-		return first
-	})
 }
 
 // migration brings a file from one version to the next, in the transaction that it is given.

@@ -1,4 +1,4 @@
-package nodestate
+package boltfile
 
 import (
 	"encoding/binary"
@@ -45,10 +45,13 @@ func verifyFile(path string) error {
 	if err != nil {
 		return err
 	}
-	return verify(data)
+	if err := verify(data); err != nil {
+		return damaged(err)
+	}
+	return nil
 }
 
-// file is a state file being walked.
+// file is a file being walked.
 type file struct {
 	data     []byte
 	pageSize uint64
