@@ -19,8 +19,8 @@
 //
 // # Goroutines
 //
-// Serve owns one for each listener, one for the admin socket, one for the session and one that makes room on the
-// images' disk, and waits for all of them.
+// Serve owns one for each listener, one for the admin socket, one for the session, one that makes room on the
+// images' disk and one that looks at memory, and waits for all of them.
 // The parts own theirs, and end them in Close.
 package app
 
@@ -48,6 +48,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/ocispec"
 	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
+	"github.com/dormouse-run/dormouse/agentd/internal/room"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime/runsc"
@@ -81,6 +82,7 @@ type App struct {
 	volumes   *volumeParts
 	snapshots *checkpoint.Store
 	networks  networks
+	room      *room.Room
 	run       *runner.Node
 	commands  *runner.Commands
 	node      *node
@@ -241,9 +243,12 @@ func (a *App) openRunner(context.Context) error {
 	if a.networks, err = a.openNetworks(); err != nil {
 		return err
 	}
+	if err := a.openRoom(); err != nil {
+		return err
+	}
 	a.run, err = runner.New(runner.Options{
 		Store: a.state, Driver: a.driver, Images: images{a.images, a.cfg.Node}, Volumes: a.volumes, Networks: a.networks, Bundles: a.bundles,
-		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log, a.bulk}, Snapshots: a.snapshots,
+		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log, a.bulk}, Room: doorway{a.room}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
 		Root:     a.dir("sandboxes"), ReadyRoot: a.dir("prepared"), Ready: a.cfg.Limits.Networks, Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Log: a.log, Measure: a.stepTimes(), Fault: a.fault,
@@ -254,7 +259,7 @@ func (a *App) openRunner(context.Context) error {
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
 	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, CPU: a.cpuOf, Log: a.log})
-	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, journal: a.journal, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, cpu: cpu, bootID: uid.New()}
+	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, journal: a.journal, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, room: a.room, cpu: cpu, bootID: uid.New()}
 	return nil
 }
 

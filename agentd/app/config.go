@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"runtime"
 	"strings"
+	"time"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/pkg/admission"
@@ -99,9 +100,11 @@ type LimitsConfig struct {
 	// CPUMillis and Memory replace what is found, where a node is to offer less than its machine has.
 	CPUMillis int64        `yaml:"cpu_millis" usage:"thousandths of a core to offer; 0: what the machine has"`
 	Memory    config.Bytes `yaml:"memory" usage:"memory to offer; 0: what the machine has"`
-	Commands  int          `yaml:"commands" usage:"how many finished commands are remembered"`
-	Starts    int          `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: two more than there are cores"`
-	Networks  int          `yaml:"networks" usage:"how many network namespaces, and folders of sandboxes, are kept ready"`
+	// MemoryWait gives what is being deleted time to go.
+	MemoryWait time.Duration `yaml:"memory_wait" usage:"how long a start or restore waits for memory before it is refused"`
+	Commands   int           `yaml:"commands" usage:"how many finished commands are remembered"`
+	Starts     int           `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: two more than there are cores"`
+	Networks   int           `yaml:"networks" usage:"how many network namespaces, and folders of sandboxes, are kept ready"`
 }
 
 // NetworkConfig is of sandboxes with an outbound network.
@@ -133,7 +136,7 @@ func Defaults() Config {
 		Listen:     "127.0.0.1:7421",
 		Direct:     DirectConfig{Tenant: admission.DefaultLimits()},
 		Reserve:    ReserveConfig{CPUMillis: 0, Memory: 256 << 20, Disk: 1 << 30},
-		Limits:     LimitsConfig{Sandboxes: 1024, Commands: 20000, Networks: 16},
+		Limits:     LimitsConfig{Sandboxes: 1024, MemoryWait: 5 * time.Second, Commands: 20000, Networks: 16},
 		Network:    NetworkConfig{Ready: 4},
 		Snapshot:   SnapshotConfig{Width: 4, Direct: true},
 		Log:        obs.DefaultLog(),
@@ -167,7 +170,7 @@ func (c *Config) check() error {
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
 		return fmt.Errorf("tls: ca, cert and key are all needed: the node API is served over mTLS only")
 	}
-	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 {
+	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 || c.Limits.MemoryWait < 0 {
 		return fmt.Errorf("limits and reserves: must not be negative, and at least one sandbox and one capture at a time")
 	}
 	return nil

@@ -1,14 +1,10 @@
 package app
 
 import (
-	"bufio"
 	"context"
 	"fmt"
-	"os"
 	goruntime "runtime"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -24,6 +20,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/journal"
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
+	"github.com/dormouse-run/dormouse/agentd/internal/room"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
@@ -45,6 +42,7 @@ type node struct {
 	volumes  *volumeParts
 	networks networks
 	bundles  *bundles
+	room     *room.Room
 	cpu      []string
 	bootID   string
 }
@@ -294,6 +292,15 @@ func (n *node) Heartbeat(ctx context.Context) (*nodev1.Heartbeat, error) {
 	} else if free < int64(n.cfg.Reserve.Disk) {
 		beat.Problems["DiskPressure"] = fmt.Sprintf("%d bytes are free, %d are to be left", free, int64(n.cfg.Reserve.Disk))
 	}
+	memory, err := n.room.Figures()
+	if err != nil {
+		beat.Problems["Memory"] = "the machine's memory cannot be looked at"
+		return beat, nil
+	}
+	beat.Memory = memoryProto(memory)
+	if why := memory.Problem(); why != "" {
+		beat.Problems["MemoryPressure"] = why
+	}
 	return beat, nil
 }
 
@@ -314,10 +321,11 @@ func (n *node) Changed() <-chan struct{} { return n.run.Changed() }
 
 // resources are what the node has and what it offers.
 func (n *node) resources() (capacity, allocatable *dormousev1.NodeResources, err error) {
-	memory, err := memTotal()
+	machine, err := room.ReadMachine("/proc")
 	if err != nil {
 		return nil, nil, err
 	}
+	memory := machine.Total
 	_, disk, err := diskOf(n.cfg.StateDir)
 	if err != nil {
 		return nil, nil, err
@@ -343,23 +351,4 @@ func diskOf(dir string) (free, total int64, err error) {
 		return 0, 0, errs.Wrap(err, errs.InternalError, "look at the disk of the state folder: %v", err)
 	}
 	return int64(st.Bavail) * st.Bsize, int64(st.Blocks) * st.Bsize, nil
-}
-
-func memTotal() (int64, error) {
-	f, err := os.Open("/proc/meminfo")
-	if err != nil {
-		return 0, errs.Wrap(err, errs.InternalError, "read the machine's memory: %v", err)
-	}
-	defer f.Close()
-	scan := bufio.NewScanner(f)
-	for scan.Scan() {
-		if rest, ok := strings.CutPrefix(scan.Text(), "MemTotal:"); ok {
-			kb, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
-			if err != nil {
-				return 0, errs.Wrap(err, errs.InternalError, "read the machine's memory: %v", err)
-			}
-			return kb << 10, nil
-		}
-	}
-	return 0, errs.New(errs.InternalError, "/proc/meminfo says nothing of the machine's memory")
 }

@@ -66,6 +66,7 @@ func (a *App) Serve(ctx context.Context) error {
 	background.Go(func() { a.session.Run(backgroundCtx) })
 	background.Go(func() { a.housekeep(backgroundCtx) })
 	background.Go(func() { a.uses.Run(backgroundCtx) })
+	background.Go(func() { a.room.Run(backgroundCtx) })
 	a.log.InfoContext(ctx, "serving", "listen", a.cfg.Listen, "direct", a.cfg.Direct.Listen, "debug", a.cfg.DebugSocket(), "bundle", a.bundles.Current().Digest)
 
 	<-ctx.Done()

@@ -75,7 +75,8 @@ const (
 	DiskFull        Reason = "DISK_FULL"         // the node's; details: asked, left
 	TooMany         Reason = "TOO_MANY"          // a count or rate of the tenant's; details: resource, limit
 	QueueFull       Reason = "QUEUE_FULL"        // details: resource, limit
-	OutOfMemory     Reason = "OUT_OF_MEMORY"     // the node's; details: asked, left
+	OutOfMemory     Reason = "OUT_OF_MEMORY"     // the node's; details: resource, asked, left
+	NodeFull        Reason = "NODE_FULL"         // the node has all of its sandboxes; details: resource, asked, left
 	SandboxDiskFull Reason = "SANDBOX_DISK_FULL" // the sandbox's own, or a volume's; details: path
 
 	// It cannot be reached now.
@@ -151,7 +152,7 @@ var table = map[Reason]row{
 	IncompatibleRuntime: conflict, IncompatibleNode: conflict, CatalogNotEmpty: conflict, RestoreUnfinished: conflict,
 	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict, InputTaken: conflict,
 
-	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted,
+	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted, NodeFull: exhausted,
 
 	NoLeader: unavailable, NodeAway: unavailable, Fenced: unavailable, StoreUnavailable: unavailable,
 	StoreNotDurable: unavailable, CatalogRewound: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,

@@ -63,6 +63,63 @@ func (g *Group) CPU() (time.Duration, error) {
 	return used, nil
 }
 
+// InMemory is what the group has in memory and cannot give back: page cache is not counted. 0 when it is not there.
+func (g *Group) InMemory() (int64, error) { return g.m.inMemory(g.dir) }
+
+// InMemory is that of all groups below the parent.
+func (m *Manager) InMemory() (int64, error) {
+	return m.inMemory(func(mount string) string { return filepath.Join(mount, m.parent) })
+}
+
+func (m *Manager) inMemory(in func(mount string) string) (int64, error) {
+	if m.V2Only() {
+		return heldV2(in(m.unified))
+	}
+	for _, h := range m.v1 {
+		if slices.Contains(h.controllers, "memory") {
+			return heldV1(in(h.mount))
+		}
+	}
+	return 0, lacking("memory")
+}
+
+// heldV1 is what is used, less the page cache that is not shared memory: the kernel counts that among it.
+func heldV1(dir string) (int64, error) {
+	stat, err := numbers(dir, "memory.stat")
+	if err != nil || stat == nil {
+		return 0, err
+	}
+	return max(int64(number(dir, "memory.usage_in_bytes"))-stat["total_cache"]+stat["total_shmem"], 0), nil
+}
+
+func heldV2(dir string) (int64, error) {
+	stat, err := numbers(dir, "memory.stat")
+	if err != nil || stat == nil {
+		return 0, err
+	}
+	return max(int64(number(dir, "memory.current"))-stat["file"]+stat["shmem"]-stat["slab_reclaimable"], 0), nil
+}
+
+// numbers reads a file of "key value" lines; nil when there is none.
+func numbers(dir, file string) (map[string]int64, error) {
+	data, err := os.ReadFile(filepath.Join(dir, file))
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, errs.Wrap(err, errs.InternalError, "read %s of %s: %v", file, dir, err)
+	}
+	all := make(map[string]int64)
+	for line := range strings.Lines(string(data)) {
+		if k, v, ok := strings.Cut(strings.TrimSpace(line), " "); ok {
+			if n, err := strconv.ParseInt(v, 10, 64); err == nil {
+				all[k] = n
+			}
+		}
+	}
+	return all, nil
+}
+
 func (g *Group) statsV2() Stats {
 	dir, _ := g.unifiedDir()
 	return Stats{

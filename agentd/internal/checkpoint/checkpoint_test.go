@@ -333,6 +333,30 @@ func TestReadDirect(t *testing.T) {
 	}
 }
 
+// TestDropCache: what a restore has read is given back, and what is being saved is left alone.
+func TestDropCache(t *testing.T) {
+	s := newStore(t)
+	s.opts.Direct = true
+	m := manifest()
+	must(t, os.Mkdir(s.dir(m.UID), 0o700))
+	f, err := os.Create(filepath.Join(s.dir(m.UID), "pages.img"))
+	must(t, err)
+	defer f.Close()
+	must(t, f.Truncate(directFrom))
+	_, err = f.Write(make([]byte, directFrom))
+	must(t, err)
+	must(t, f.Sync())
+	m.SizeBytes, m.Files = directFrom, []snapshot.File{{Name: "pages.img", SizeBytes: directFrom}}
+	if s.ReadDirect(m) {
+		t.Fatal("it is not cached at all")
+	}
+	files, err := s.DropCache(t.Context())
+	must(t, err)
+	if files != 1 || !s.ReadDirect(m) {
+		t.Errorf("%d files, and its pages are still cached", files)
+	}
+}
+
 func TestSweepRemovesWhatACrashLeft(t *testing.T) {
 	s, m := newStore(t), manifest()
 	must(t, NewCapturer(s, 1, false).Capture(context.Background(), newBox().subject(), m, 0))

@@ -137,6 +137,7 @@ func (o *owner) letGo(ctx context.Context) error {
 		}
 		return err
 	}
+	o.n.Room.Leave(o.uid)
 	rec = o.rec
 	released := *rec.Hibernation
 	released.Released = true
@@ -194,15 +195,20 @@ func (o *owner) wake(ctx context.Context) error {
 	if err != nil {
 		return errs.From(err).With("want", m.Runtime.Version).With("has", o.n.Bundles.Current().Version)
 	}
+	b := &build{verb: "restore", bundle: bundle, from: m, fromDir: o.n.Snapshots.Path(o.uid), identity: Identity{Hostname: o.rec.Hostname}}
+	if err := o.enter(ctx, b); err != nil {
+		return err
+	}
 	rec := o.rec
 	rec.Phase, rec.GuestGeneration = sandbox.Resuming, m.GuestGeneration+1
 	if err := o.observe(rec); err != nil {
+		o.n.Room.Leave(o.uid)
 		return err
 	}
 	if err := o.n.fault("wake.intent.after"); err != nil {
 		return err
 	}
-	err = o.make(ctx, &build{verb: "restore", bundle: bundle, from: m, fromDir: o.n.Snapshots.Path(o.uid), identity: Identity{Hostname: o.rec.Hostname}})
+	err = o.make(ctx, b)
 	if crashed(err) {
 		return err
 	}

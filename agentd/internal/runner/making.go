@@ -277,6 +277,23 @@ func (o *owner) recordRunning(_ context.Context, b *build) error {
 	if err := o.observe(rec); err != nil {
 		return err
 	}
+	o.n.Room.Settle(o.uid)
 	o.watch()
 	return nil
+}
+
+// restoreOverhead is what a restored sandbox takes besides the memory that is in its artefact: measured, 11 MB for the sentry.
+const restoreOverhead = 12 << 20
+
+// enter asks for room, before anything of the sandbox is recorded or made: who is refused leaves nothing.
+func (o *owner) enter(ctx context.Context, b *build) error {
+	expect := int64(0)
+	if b.from != nil {
+		expect = b.from.SizeBytes + restoreOverhead
+	}
+	err := o.n.Room.Enter(ctx, o.uid, o.rec.Spec.Resources.WithDefaults().MemoryRequestBytes, expect)
+	if e := errs.From(err); err != nil && ctx.Err() != nil && e.Outcome == errs.Unknown {
+		return e.WithOutcome(errs.NotStarted, errs.SameOperation)
+	}
+	return err
 }

@@ -27,7 +27,7 @@ const (
 	mailboxLength = 16
 )
 
-// Options are what a node is made of. All but Log, Now, Measure and Fault are needed.
+// Options are what a node is made of. All but Room, Log, Now, Measure and Fault are needed.
 type Options struct {
 	Store    *nodestate.Store
 	Driver   runtime.Driver
@@ -38,6 +38,8 @@ type Options struct {
 	Groups   Groups
 	Specs    Specs
 	Guests   Guests
+	// Room (may be nil: there is always enough) admits what is to run.
+	Room Room
 
 	Snapshots *checkpoint.Store
 	Capturer  *checkpoint.Capturer
@@ -92,6 +94,9 @@ func New(opts Options) (*Node, error) {
 	}
 	if opts.Now == nil {
 		opts.Now = time.Now
+	}
+	if opts.Room == nil {
+		opts.Room = roomy{}
 	}
 	if err := os.MkdirAll(opts.Root, 0o700); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "make the sandboxes' folder: %v", err)

@@ -96,6 +96,23 @@ type Groups interface {
 	Exists(uid string) bool
 }
 
+// Room is the node's memory. What it says is kept in memory only, and follows from the records.
+type Room interface {
+	// Enter gives the sandbox what it may use: request at any time, and expect on its way in. It may wait, and refuses with
+	// RESOURCE_EXHAUSTED what does not fit. Idempotent, as the others.
+	Enter(ctx context.Context, uid string, request, expect int64) error
+	// Settle tells that the sandbox runs, Leave that its memory is free again.
+	Settle(uid string)
+	Leave(uid string)
+}
+
+// roomy is a node without bounds.
+type roomy struct{}
+
+func (roomy) Enter(context.Context, string, int64, int64) error { return nil }
+func (roomy) Settle(string)                                     {}
+func (roomy) Leave(string)                                      {}
+
 // SpecInput is what the OCI spec is made from.
 type SpecInput struct {
 	Hostname string

@@ -165,10 +165,15 @@ func (o *owner) create(ctx context.Context, b *build) error {
 		return err
 	}
 	o.rec.Observation = max(o.rec.Observation, last)
+	if err := o.enter(ctx, b); err != nil {
+		o.rec = nodestate.Sandbox{}
+		return err
+	}
 	if err := o.n.fault(b.verb + ".intent.before"); err != nil {
 		return err
 	}
 	if err := o.reserveNetwork(ctx); err != nil {
+		o.n.Room.Leave(o.uid)
 		o.rec = nodestate.Sandbox{}
 		return err
 	}
@@ -188,6 +193,7 @@ func (o *owner) create(ctx context.Context, b *build) error {
 			return errors.Join(err, removeErr)
 		}
 		o.n.Networks.Free(o.uid)
+		o.n.Room.Leave(o.uid)
 		return err
 	}
 	undoErr := o.undo(ctx)
@@ -288,6 +294,7 @@ func (o *owner) removeOnce(ctx context.Context) error {
 	}
 	o.rec, o.exists = nodestate.Sandbox{}, false
 	o.n.Networks.Free(o.uid)
+	o.n.Room.Leave(o.uid)
 	return o.n.fault("delete.record.after")
 }
 

@@ -154,6 +154,7 @@ func (o *owner) failed(reason, message string) error {
 	if err := o.observe(rec); err != nil {
 		return err
 	}
+	o.n.Room.Leave(o.uid) // its processes are gone
 	o.log.Warn("the sandbox failed", "reason", reason, "message", message)
 	return nil
 }
@@ -215,7 +216,9 @@ func (o *owner) kill() {
 	if err := o.n.Driver.Kill(ctx, o.uid, syscall.SIGKILL); err != nil {
 		o.log.Warn("end the runtime of a stopped sandbox", "error", err)
 		o.again(func(ctx context.Context) error { return o.n.Driver.Kill(ctx, o.uid, syscall.SIGKILL) })
+		return
 	}
+	o.n.Room.Leave(o.uid)
 }
 
 // Final gives what was kept of the ended main command. OBJECT_NOT_FOUND or PROCESS_NOT_FOUND.

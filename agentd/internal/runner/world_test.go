@@ -46,6 +46,7 @@ type world struct {
 	addresses map[string]string
 	policies  map[string]*sandbox.Egress
 	fail      map[string]error // by what is asked
+	room      Room             // nil: there is always enough
 
 	dead bool // a fault struck: the process does nothing more
 	at   string
@@ -109,7 +110,7 @@ func (w *world) boot() *agent {
 	must(w.t, snaps.Sweep())
 	driver := w.host.Open()
 	n, err := New(Options{Store: store, Driver: driver, Images: w, Volumes: volumes{w}, Networks: networks{w}, Bundles: bundles{}, Groups: groups{},
-		Specs: specBuilder{}, Guests: guests{w}, Snapshots: snaps, Capturer: checkpoint.NewCapturer(snaps, 2, false),
+		Specs: specBuilder{}, Guests: guests{w}, Room: w.room, Snapshots: snaps, Capturer: checkpoint.NewCapturer(snaps, 2, false),
 		Host: checkpoint.Host{Node: "n1", Driver: "fake", Architecture: "amd64", CPUFeatures: []string{"a", "b"}},
 		Root: filepath.Join(w.root, "sandboxes"), ReadyRoot: filepath.Join(w.root, "prepared"), Ready: 1, Flags: []string{"--flag"}, Fault: w.fault})
 	must(w.t, err)

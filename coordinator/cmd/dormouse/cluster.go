@@ -162,6 +162,7 @@ func nodeColumns() []command.Column[*dormousev1.Node] {
 		{Name: "SANDBOXES", Show: used((*dormousev1.NodeResources).GetSandboxes, count)},
 		{Name: "CPU", Show: used((*dormousev1.NodeResources).GetCpuMillis, millis)},
 		{Name: "MEMORY", Show: used((*dormousev1.NodeResources).GetMemoryBytes, config.FormatBytes)},
+		{Name: "PRESSURE", Wide: true, Show: nodePressure},
 		{Name: "HEARTBEAT", Show: func(n *dormousev1.Node) string { return ageOf(n.GetLastHeartbeat()) }},
 		{Name: "DISK", Wide: true, Show: used((*dormousev1.NodeResources).GetDiskBytes, config.FormatBytes)},
 		{Name: "SESSION", Wide: true, Show: func(n *dormousev1.Node) string { return strconv.FormatUint(n.GetSessionEpoch(), 10) }},
@@ -169,6 +170,14 @@ func nodeColumns() []command.Column[*dormousev1.Node] {
 		{Name: "VERSION", Wide: true, Show: func(n *dormousev1.Node) string { return n.GetVersion() }},
 		{Name: "NETWORKS", Wide: true, Show: nodeNetworks},
 	}
+}
+
+// nodePressure is how short the node's memory is; empty where it does not say.
+func nodePressure(n *dormousev1.Node) string {
+	if n.GetMemory() == nil {
+		return ""
+	}
+	return strings.ToLower(strings.TrimPrefix(n.GetMemory().GetPressure().String(), "MEMORY_PRESSURE_"))
 }
 
 func nodeNetworks(n *dormousev1.Node) string {

@@ -51,7 +51,7 @@ func nodeToProto(v sessions.View) *dormousev1.Node {
 	}
 	n := &dormousev1.Node{Name: v.Name, SessionEpoch: v.SessionEpoch, Labels: v.Labels, Cordoned: v.Cordoned, Online: v.Online,
 		Capacity: res(v.Capacity), Allocatable: res(v.Allocatable), Requested: placed(v.Requested), RuntimeBundles: v.RuntimeBundles, NetworkModes: wire.NetworkModesToProto(v.Networks),
-		CpuFeatures: v.CPUFeatures, LastHeartbeat: timeToProto(v.LastBeat), Version: v.Version, Address: v.Address}
+		CpuFeatures: v.CPUFeatures, LastHeartbeat: timeToProto(v.LastBeat), Version: v.Version, Address: v.Address, Memory: v.Memory}
 	ready := &dormousev1.Condition{Type: "Ready", Status: v.Online && len(v.Problems) == 0, Reason: "Online"}
 	switch {
 	case !v.Online:
@@ -60,8 +60,10 @@ func nodeToProto(v sessions.View) *dormousev1.Node {
 		ready.Reason = "Unhealthy"
 	}
 	n.Conditions = append(n.Conditions, ready)
-	for _, k := range slices.Sorted(maps.Keys(v.Problems)) {
-		n.Conditions = append(n.Conditions, &dormousev1.Condition{Type: k, Status: true, Reason: k, Message: v.Problems[k]})
+	for _, said := range []map[string]string{v.Problems, v.Notices} {
+		for _, k := range slices.Sorted(maps.Keys(said)) {
+			n.Conditions = append(n.Conditions, &dormousev1.Condition{Type: k, Status: true, Reason: k, Message: said[k]})
+		}
 	}
 	return n
 }

@@ -70,6 +70,18 @@ func resume(u string) run {
 	}
 }
 
+// createBeside creates a sandbox where there is another node that is preferred; those that are named refuse it.
+func createBeside(e *term, full ...string) run {
+	other := e.w.nodes.all[0]
+	other.Name = "n0"
+	e.w.nodes.all = append(e.w.nodes.all, other)
+	e.w.node.full = make(map[string]bool)
+	for _, name := range full {
+		e.w.node.full[name] = true
+	}
+	return create("box")
+}
+
 type run = func(context.Context, *term, operations.Call) (*operations.Operation, error)
 
 func scenes() []scene {
@@ -77,6 +89,8 @@ func scenes() []scene {
 		{name: "create", setUp: func(t *testing.T, e *term) run { return create("box", madeVolume(t, e, "data")) }},
 		{name: "create fails", want: errs.ImageNotFound, fail: refuse("start", errs.ImageNotFound),
 			setUp: func(t *testing.T, e *term) run { return create("box", madeVolume(t, e, "data")) }},
+		{name: "create where a node is full", setUp: func(t *testing.T, e *term) run { return createBeside(e, "n0") }},
+		{name: "create where all are full", want: errs.OutOfMemory, setUp: func(t *testing.T, e *term) run { return createBeside(e, "n0", "n1") }},
 		{name: "delete", setUp: func(t *testing.T, e *term) run {
 			u := madeSandbox(t, e, madeVolume(t, e, "data"))
 			return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {

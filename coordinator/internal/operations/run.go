@@ -23,6 +23,7 @@ func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Ope
 	}
 	defer leave()
 	began := e.cfg.Now()
+	refused := make(map[string]string) // by node
 	for !committed {
 		sb, err := e.sandbox(ctx, e.cfg.Catalog, t.op.Tenant, uid)
 		if errs.Has(err, errs.ObjectNotFound) {
@@ -36,7 +37,10 @@ func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Ope
 			err = e.placeSandbox(ctx, callCtx, t, sb, began)
 		case sandbox.Starting:
 			e.account(sb) // the reply to the commit that placed it may have been lost
-			committed, err = e.startOnNode(ctx, callCtx, t, sb, fin)
+			if committed, err = e.startOnNode(ctx, callCtx, t, sb, fin); noRoom(err) {
+				refused[sb.Status.Node] = errs.From(err).Message
+				err = e.placeElsewhere(ctx, sb, refused, err)
+			}
 		case sandbox.Deleting:
 			return false, finally(overtaken(uid))
 		case sandbox.Failed:
@@ -50,6 +54,40 @@ func (e *Engine) makeRun(ctx context.Context, t *task, uid string, fin func(*Ope
 		}
 	}
 	return true, nil
+}
+
+// noRoom tells whether a node refused a sandbox because it does not fit there, and nothing of it is there.
+func noRoom(err error) bool {
+	env, ok := isFinal(err)
+	return ok && env.Outcome == errs.NotStarted && (env.Reason == errs.OutOfMemory || env.Reason == errs.NodeFull)
+}
+
+// placeElsewhere commits another node to a sandbox that some refused. refusal is what the operation fails with if no node is left.
+func (e *Engine) placeElsewhere(ctx context.Context, sb *records.Sandbox, refused map[string]string, refusal error) error {
+	req, err := e.needs(ctx, e.cfg.Catalog, sb)
+	if err != nil {
+		return err
+	}
+	req.Refused = refused
+	node, err := e.decide(sb.UID, req)
+	if err != nil {
+		return refusal
+	}
+	from := sb.Status.Node
+	committed, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
+		if sb.Status.Phase != sandbox.Starting || sb.Status.Node != from {
+			return nil, errNothing
+		}
+		sb.Status.Node = node
+		message := "placed on node " + node + ": " + from + " refused it: " + refused[from]
+		sb.Status.SetCondition(sandbox.Condition{Type: "Scheduled", Status: true, Reason: "PlacedAgain", Message: message, LastTransitionTime: e.now()})
+		ev, err := e.event(records.SandboxKey(sb.Tenant, sb.UID), "Rescheduled", message, false)
+		return []catalog.Put{ev}, err
+	})
+	if err != nil || committed == nil {
+		e.resync(ctx, sb.Tenant, sb.UID)
+	}
+	return err
 }
 
 func overtaken(uid string) *errs.Error {

@@ -178,6 +178,7 @@ type fakeNode struct {
 	number      uint64
 	hold        chan struct{} // StartSandbox waits for it, or for the end of its call
 	secrets     map[string]string
+	full        map[string]bool // nodes, this one or others that are only names, that refuse what starts
 }
 
 type answer struct {
@@ -248,7 +249,11 @@ func (a crashingAgents) do(ctx context.Context, c operations.Command, verb, u st
 	return got, epoch, err
 }
 
-func (a crashingAgents) StartSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox, secrets map[string]string) (operations.Observation, error) {
+func (a crashingAgents) StartSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox, secrets map[string]string) (operations.Observation, error) {
+	if a.n.full[node] {
+		err := errors.Join(a.w.boundary(ctx), errs.New(errs.OutOfMemory, "64Mi of memory is asked, the node can give 1Mi").With("resource", "memory").With("asked", "64").With("left", "1"))
+		return operations.Observation{}, err
+	}
 	got, _, err := a.do(ctx, c, "start", sb.UID, func() {
 		a.n.sandboxes[sb.UID] = true
 		a.n.govern(sb.UID, sb.Generation, sb.Spec.Egress)

@@ -1,6 +1,9 @@
 // Package placement decides which node takes a sandbox or a volume. It is pure: what it knows is in
 // its arguments; it has no clock and does no I/O.
 //
+// What is decided here is by what nodes said last; the node has the last word, and what it refuses for want of memory is placed again without
+// it (Refused).
+//
 // A node fits when it is online, healthy and not cordoned, when it has the labels, the architecture, the network,
 // the artefact and the volumes that are needed, and when what was asked, added to what was
 // placed there, stays within what is allocatable. Of the nodes that fit, the one that is left with
@@ -71,6 +74,8 @@ type Request struct {
 	Volumes map[string]string
 	// Node is the only one allowed, or "".
 	Node string
+	// Refused says of nodes that were asked already why they did not take it.
+	Refused map[string]string
 	// Returns: it lives on Node already, and only its resources were given back: a cordon or other labels do not keep it away.
 	Returns bool
 }
@@ -168,6 +173,9 @@ func lasting(n Node, r Request) string {
 		if at := r.Volumes[uid]; at != n.Name {
 			return fmt.Sprintf("volume %s is on %s", uid, at)
 		}
+	}
+	if why, ok := r.Refused[n.Name]; ok {
+		return "it refused: " + why
 	}
 	if n.Cordoned && !r.Returns {
 		return "it is cordoned"

@@ -127,6 +127,8 @@ type node struct {
 	session     *session // nil when away
 	lastBeat    time.Time
 	problems    map[string]string
+	notices     map[string]string
+	memory      *dormousev1.NodeMemory
 	allocatable records.Resources
 	images      []*dormousev1.Image
 	journal     catalog.Point // what it has all that concerns it up to
@@ -277,8 +279,12 @@ func (r *Registry) Cordon(name string, cordoned bool) {
 // View is a node as operators see it.
 type View struct {
 	records.Node
-	Online    bool
-	Problems  map[string]string
+	Online   bool
+	Problems map[string]string
+	// Notices keep nothing away from the node.
+	Notices map[string]string
+	// Memory is the node's as it said last; nil where it did not, or is away.
+	Memory    *dormousev1.NodeMemory
 	LastBeat  time.Time
 	Requested placement.Resources
 	// Journal is what the node's copy of the catalog reaches to, as far as it was said in this term.
@@ -293,6 +299,9 @@ func (r *Registry) Views() []View {
 	for _, n := range r.nodes {
 		v := View{Node: n.record, Online: n.session != nil, Problems: n.problems, LastBeat: n.lastBeat, Journal: n.journal}
 		v.Allocatable = n.allocatable
+		if v.Online {
+			v.Notices, v.Memory = n.notices, n.memory
+		}
 		all = append(all, v)
 	}
 	r.mu.Unlock()

@@ -181,6 +181,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 		old.cancel(fenced(old, epoch))
 	}
 	n.record, n.session, n.allocatable, n.lastBeat, n.problems = *rec, s, rec.Allocatable, time.Now(), nil
+	n.notices, n.memory = nil, nil
 	n.images, n.journal = h.GetInventory().GetImages(), s.has
 	n.held, n.unread = 0, false
 	r.news()
@@ -368,6 +369,7 @@ func (r *Registry) heartbeat(s *session, h *nodev1.Heartbeat) {
 		r.news()
 	}
 	n.lastBeat, n.problems, n.images = time.Now(), h.GetProblems(), h.GetImages()
+	n.notices, n.memory = h.GetNotices(), h.GetMemory()
 	if h.GetAllocatable() != nil {
 		n.allocatable = resources(h.GetAllocatable())
 	}

@@ -22,6 +22,61 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// MemoryPressure says how short memory is.
+type MemoryPressure int32
+
+const (
+	MemoryPressure_MEMORY_PRESSURE_UNSPECIFIED MemoryPressure = 0
+	MemoryPressure_MEMORY_PRESSURE_NONE        MemoryPressure = 1
+	// It is getting short: page cache is given back, and what is kept ready for later ought to go.
+	MemoryPressure_MEMORY_PRESSURE_SOME MemoryPressure = 2
+	// Nothing is started or restored.
+	MemoryPressure_MEMORY_PRESSURE_HIGH MemoryPressure = 3
+)
+
+// Enum value maps for MemoryPressure.
+var (
+	MemoryPressure_name = map[int32]string{
+		0: "MEMORY_PRESSURE_UNSPECIFIED",
+		1: "MEMORY_PRESSURE_NONE",
+		2: "MEMORY_PRESSURE_SOME",
+		3: "MEMORY_PRESSURE_HIGH",
+	}
+	MemoryPressure_value = map[string]int32{
+		"MEMORY_PRESSURE_UNSPECIFIED": 0,
+		"MEMORY_PRESSURE_NONE":        1,
+		"MEMORY_PRESSURE_SOME":        2,
+		"MEMORY_PRESSURE_HIGH":        3,
+	}
+)
+
+func (x MemoryPressure) Enum() *MemoryPressure {
+	p := new(MemoryPressure)
+	*p = x
+	return p
+}
+
+func (x MemoryPressure) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (MemoryPressure) Descriptor() protoreflect.EnumDescriptor {
+	return file_dormouse_v1_cluster_proto_enumTypes[0].Descriptor()
+}
+
+func (MemoryPressure) Type() protoreflect.EnumType {
+	return &file_dormouse_v1_cluster_proto_enumTypes[0]
+}
+
+func (x MemoryPressure) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use MemoryPressure.Descriptor instead.
+func (MemoryPressure) EnumDescriptor() ([]byte, []int) {
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{0}
+}
+
 type OperationState int32
 
 const (
@@ -58,11 +113,11 @@ func (x OperationState) String() string {
 }
 
 func (OperationState) Descriptor() protoreflect.EnumDescriptor {
-	return file_dormouse_v1_cluster_proto_enumTypes[0].Descriptor()
+	return file_dormouse_v1_cluster_proto_enumTypes[1].Descriptor()
 }
 
 func (OperationState) Type() protoreflect.EnumType {
-	return &file_dormouse_v1_cluster_proto_enumTypes[0]
+	return &file_dormouse_v1_cluster_proto_enumTypes[1]
 }
 
 func (x OperationState) Number() protoreflect.EnumNumber {
@@ -71,7 +126,7 @@ func (x OperationState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OperationState.Descriptor instead.
 func (OperationState) EnumDescriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{0}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{1}
 }
 
 type NodeResources struct {
@@ -161,7 +216,9 @@ type Node struct {
 	Version        string                 `protobuf:"bytes,13,opt,name=version,proto3" json:"version,omitempty"`
 	Address        string                 `protobuf:"bytes,14,opt,name=address,proto3" json:"address,omitempty"`
 	// The networks that sandboxes may have there; none: an agentd that does not say so.
-	NetworkModes  []NetworkMode `protobuf:"varint,15,rep,packed,name=network_modes,json=networkModes,proto3,enum=dormouse.v1.NetworkMode" json:"network_modes,omitempty"`
+	NetworkModes []NetworkMode `protobuf:"varint,15,rep,packed,name=network_modes,json=networkModes,proto3,enum=dormouse.v1.NetworkMode" json:"network_modes,omitempty"`
+	// How the node's memory is; left out: an agentd that does not say so, or one that is away.
+	Memory        *NodeMemory `protobuf:"bytes,16,opt,name=memory,proto3" json:"memory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -301,6 +358,103 @@ func (x *Node) GetNetworkModes() []NetworkMode {
 	return nil
 }
 
+func (x *Node) GetMemory() *NodeMemory {
+	if x != nil {
+		return x.Memory
+	}
+	return nil
+}
+
+// NodeMemory is a node's memory as the node counts it: it decides by this whether a sandbox is started.
+type NodeMemory struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Pressure MemoryPressure         `protobuf:"varint,1,opt,name=pressure,proto3,enum=dormouse.v1.MemoryPressure" json:"pressure,omitempty"`
+	// What is free, the node's reserve not taken off.
+	AvailableBytes int64 `protobuf:"varint,2,opt,name=available_bytes,json=availableBytes,proto3" json:"available_bytes,omitempty"`
+	// What sandboxes take, page cache not counted.
+	UsedBytes int64 `protobuf:"varint,3,opt,name=used_bytes,json=usedBytes,proto3" json:"used_bytes,omitempty"`
+	// The sum of the requests of what is on the node.
+	RequestedBytes int64 `protobuf:"varint,4,opt,name=requested_bytes,json=requestedBytes,proto3" json:"requested_bytes,omitempty"`
+	// What sandboxes were promised, or are just being given, and do not use yet.
+	UnclaimedBytes int64 `protobuf:"varint,5,opt,name=unclaimed_bytes,json=unclaimedBytes,proto3" json:"unclaimed_bytes,omitempty"`
+	// Starts and restores that wait for memory.
+	Waiting       int32 `protobuf:"varint,6,opt,name=waiting,proto3" json:"waiting,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeMemory) Reset() {
+	*x = NodeMemory{}
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeMemory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeMemory) ProtoMessage() {}
+
+func (x *NodeMemory) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeMemory.ProtoReflect.Descriptor instead.
+func (*NodeMemory) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *NodeMemory) GetPressure() MemoryPressure {
+	if x != nil {
+		return x.Pressure
+	}
+	return MemoryPressure_MEMORY_PRESSURE_UNSPECIFIED
+}
+
+func (x *NodeMemory) GetAvailableBytes() int64 {
+	if x != nil {
+		return x.AvailableBytes
+	}
+	return 0
+}
+
+func (x *NodeMemory) GetUsedBytes() int64 {
+	if x != nil {
+		return x.UsedBytes
+	}
+	return 0
+}
+
+func (x *NodeMemory) GetRequestedBytes() int64 {
+	if x != nil {
+		return x.RequestedBytes
+	}
+	return 0
+}
+
+func (x *NodeMemory) GetUnclaimedBytes() int64 {
+	if x != nil {
+		return x.UnclaimedBytes
+	}
+	return 0
+}
+
+func (x *NodeMemory) GetWaiting() int32 {
+	if x != nil {
+		return x.Waiting
+	}
+	return 0
+}
+
 type GetNodeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -310,7 +464,7 @@ type GetNodeRequest struct {
 
 func (x *GetNodeRequest) Reset() {
 	*x = GetNodeRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[2]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -322,7 +476,7 @@ func (x *GetNodeRequest) String() string {
 func (*GetNodeRequest) ProtoMessage() {}
 
 func (x *GetNodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[2]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -335,7 +489,7 @@ func (x *GetNodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNodeRequest.ProtoReflect.Descriptor instead.
 func (*GetNodeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{2}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *GetNodeRequest) GetName() string {
@@ -354,7 +508,7 @@ type GetNodeResponse struct {
 
 func (x *GetNodeResponse) Reset() {
 	*x = GetNodeResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[3]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -366,7 +520,7 @@ func (x *GetNodeResponse) String() string {
 func (*GetNodeResponse) ProtoMessage() {}
 
 func (x *GetNodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[3]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -379,7 +533,7 @@ func (x *GetNodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNodeResponse.ProtoReflect.Descriptor instead.
 func (*GetNodeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{3}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *GetNodeResponse) GetNode() *Node {
@@ -399,7 +553,7 @@ type ListNodesRequest struct {
 
 func (x *ListNodesRequest) Reset() {
 	*x = ListNodesRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[4]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -411,7 +565,7 @@ func (x *ListNodesRequest) String() string {
 func (*ListNodesRequest) ProtoMessage() {}
 
 func (x *ListNodesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[4]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -424,7 +578,7 @@ func (x *ListNodesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNodesRequest.ProtoReflect.Descriptor instead.
 func (*ListNodesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{4}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ListNodesRequest) GetPageSize() int32 {
@@ -451,7 +605,7 @@ type ListNodesResponse struct {
 
 func (x *ListNodesResponse) Reset() {
 	*x = ListNodesResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[5]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -463,7 +617,7 @@ func (x *ListNodesResponse) String() string {
 func (*ListNodesResponse) ProtoMessage() {}
 
 func (x *ListNodesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[5]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -476,7 +630,7 @@ func (x *ListNodesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListNodesResponse.ProtoReflect.Descriptor instead.
 func (*ListNodesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{5}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ListNodesResponse) GetNodes() []*Node {
@@ -503,7 +657,7 @@ type CordonNodeRequest struct {
 
 func (x *CordonNodeRequest) Reset() {
 	*x = CordonNodeRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[6]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -515,7 +669,7 @@ func (x *CordonNodeRequest) String() string {
 func (*CordonNodeRequest) ProtoMessage() {}
 
 func (x *CordonNodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[6]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -528,7 +682,7 @@ func (x *CordonNodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CordonNodeRequest.ProtoReflect.Descriptor instead.
 func (*CordonNodeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{6}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CordonNodeRequest) GetName() string {
@@ -554,7 +708,7 @@ type CordonNodeResponse struct {
 
 func (x *CordonNodeResponse) Reset() {
 	*x = CordonNodeResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[7]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -566,7 +720,7 @@ func (x *CordonNodeResponse) String() string {
 func (*CordonNodeResponse) ProtoMessage() {}
 
 func (x *CordonNodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[7]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -579,7 +733,7 @@ func (x *CordonNodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CordonNodeResponse.ProtoReflect.Descriptor instead.
 func (*CordonNodeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{7}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CordonNodeResponse) GetNode() *Node {
@@ -599,7 +753,7 @@ type UncordonNodeRequest struct {
 
 func (x *UncordonNodeRequest) Reset() {
 	*x = UncordonNodeRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[8]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -611,7 +765,7 @@ func (x *UncordonNodeRequest) String() string {
 func (*UncordonNodeRequest) ProtoMessage() {}
 
 func (x *UncordonNodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[8]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -624,7 +778,7 @@ func (x *UncordonNodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UncordonNodeRequest.ProtoReflect.Descriptor instead.
 func (*UncordonNodeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{8}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *UncordonNodeRequest) GetName() string {
@@ -650,7 +804,7 @@ type UncordonNodeResponse struct {
 
 func (x *UncordonNodeResponse) Reset() {
 	*x = UncordonNodeResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[9]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -662,7 +816,7 @@ func (x *UncordonNodeResponse) String() string {
 func (*UncordonNodeResponse) ProtoMessage() {}
 
 func (x *UncordonNodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[9]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -675,7 +829,7 @@ func (x *UncordonNodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UncordonNodeResponse.ProtoReflect.Descriptor instead.
 func (*UncordonNodeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{9}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *UncordonNodeResponse) GetNode() *Node {
@@ -702,7 +856,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[10]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -714,7 +868,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[10]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -727,7 +881,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{10}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Image) GetReference() string {
@@ -799,7 +953,7 @@ type PullProgress struct {
 
 func (x *PullProgress) Reset() {
 	*x = PullProgress{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[11]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -811,7 +965,7 @@ func (x *PullProgress) String() string {
 func (*PullProgress) ProtoMessage() {}
 
 func (x *PullProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[11]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -824,7 +978,7 @@ func (x *PullProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullProgress.ProtoReflect.Descriptor instead.
 func (*PullProgress) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{11}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *PullProgress) GetNode() string {
@@ -866,7 +1020,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[12]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -878,7 +1032,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[12]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -891,7 +1045,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{12}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PullImageRequest) GetReference() string {
@@ -921,7 +1075,7 @@ type PullImageResponse struct {
 
 func (x *PullImageResponse) Reset() {
 	*x = PullImageResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[13]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -933,7 +1087,7 @@ func (x *PullImageResponse) String() string {
 func (*PullImageResponse) ProtoMessage() {}
 
 func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[13]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -946,7 +1100,7 @@ func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageResponse.ProtoReflect.Descriptor instead.
 func (*PullImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{13}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PullImageResponse) GetEvent() isPullImageResponse_Event {
@@ -1001,7 +1155,7 @@ type ListImagesRequest struct {
 
 func (x *ListImagesRequest) Reset() {
 	*x = ListImagesRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[14]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1013,7 +1167,7 @@ func (x *ListImagesRequest) String() string {
 func (*ListImagesRequest) ProtoMessage() {}
 
 func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[14]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1026,7 +1180,7 @@ func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesRequest.ProtoReflect.Descriptor instead.
 func (*ListImagesRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{14}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListImagesRequest) GetPageSize() int32 {
@@ -1053,7 +1207,7 @@ type ListImagesResponse struct {
 
 func (x *ListImagesResponse) Reset() {
 	*x = ListImagesResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[15]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1065,7 +1219,7 @@ func (x *ListImagesResponse) String() string {
 func (*ListImagesResponse) ProtoMessage() {}
 
 func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[15]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1078,7 +1232,7 @@ func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesResponse.ProtoReflect.Descriptor instead.
 func (*ListImagesResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ListImagesResponse) GetImages() []*Image {
@@ -1104,7 +1258,7 @@ type DeleteImageRequest struct {
 
 func (x *DeleteImageRequest) Reset() {
 	*x = DeleteImageRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[16]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1116,7 +1270,7 @@ func (x *DeleteImageRequest) String() string {
 func (*DeleteImageRequest) ProtoMessage() {}
 
 func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[16]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1129,7 +1283,7 @@ func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageRequest.ProtoReflect.Descriptor instead.
 func (*DeleteImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DeleteImageRequest) GetDigest() string {
@@ -1147,7 +1301,7 @@ type DeleteImageResponse struct {
 
 func (x *DeleteImageResponse) Reset() {
 	*x = DeleteImageResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[17]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1159,7 +1313,7 @@ func (x *DeleteImageResponse) String() string {
 func (*DeleteImageResponse) ProtoMessage() {}
 
 func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[17]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1172,7 +1326,7 @@ func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageResponse.ProtoReflect.Descriptor instead.
 func (*DeleteImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{18}
 }
 
 type Operation struct {
@@ -1194,7 +1348,7 @@ type Operation struct {
 
 func (x *Operation) Reset() {
 	*x = Operation{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[18]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1206,7 +1360,7 @@ func (x *Operation) String() string {
 func (*Operation) ProtoMessage() {}
 
 func (x *Operation) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[18]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1219,7 +1373,7 @@ func (x *Operation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Operation.ProtoReflect.Descriptor instead.
 func (*Operation) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Operation) GetOperationId() string {
@@ -1294,7 +1448,7 @@ type GetOperationRequest struct {
 
 func (x *GetOperationRequest) Reset() {
 	*x = GetOperationRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[19]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1306,7 +1460,7 @@ func (x *GetOperationRequest) String() string {
 func (*GetOperationRequest) ProtoMessage() {}
 
 func (x *GetOperationRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[19]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1319,7 +1473,7 @@ func (x *GetOperationRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetOperationRequest.ProtoReflect.Descriptor instead.
 func (*GetOperationRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetOperationRequest) GetOperationId() string {
@@ -1338,7 +1492,7 @@ type GetOperationResponse struct {
 
 func (x *GetOperationResponse) Reset() {
 	*x = GetOperationResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[20]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1350,7 +1504,7 @@ func (x *GetOperationResponse) String() string {
 func (*GetOperationResponse) ProtoMessage() {}
 
 func (x *GetOperationResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[20]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1363,7 +1517,7 @@ func (x *GetOperationResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetOperationResponse.ProtoReflect.Descriptor instead.
 func (*GetOperationResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetOperationResponse) GetOperation() *Operation {
@@ -1389,7 +1543,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[21]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1401,7 +1555,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[21]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1414,7 +1568,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Event) GetUid() string {
@@ -1478,7 +1632,7 @@ type ListEventsRequest struct {
 
 func (x *ListEventsRequest) Reset() {
 	*x = ListEventsRequest{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[22]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1490,7 +1644,7 @@ func (x *ListEventsRequest) String() string {
 func (*ListEventsRequest) ProtoMessage() {}
 
 func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[22]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1503,7 +1657,7 @@ func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsRequest.ProtoReflect.Descriptor instead.
 func (*ListEventsRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListEventsRequest) GetObjectUid() string {
@@ -1537,7 +1691,7 @@ type ListEventsResponse struct {
 
 func (x *ListEventsResponse) Reset() {
 	*x = ListEventsResponse{}
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[23]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1549,7 +1703,7 @@ func (x *ListEventsResponse) String() string {
 func (*ListEventsResponse) ProtoMessage() {}
 
 func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_cluster_proto_msgTypes[23]
+	mi := &file_dormouse_v1_cluster_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1562,7 +1716,7 @@ func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsResponse.ProtoReflect.Descriptor instead.
 func (*ListEventsResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_v1_cluster_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListEventsResponse) GetEvents() []*Event {
@@ -1590,7 +1744,7 @@ const file_dormouse_v1_cluster_proto_rawDesc = "" +
 	"\fmemory_bytes\x18\x02 \x01(\x03R\vmemoryBytes\x12\x1d\n" +
 	"\n" +
 	"disk_bytes\x18\x03 \x01(\x03R\tdiskBytes\x12\x1c\n" +
-	"\tsandboxes\x18\x04 \x01(\x03R\tsandboxes\"\xcf\x05\n" +
+	"\tsandboxes\x18\x04 \x01(\x03R\tsandboxes\"\x80\x06\n" +
 	"\x04Node\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\rsession_epoch\x18\x02 \x01(\x04R\fsessionEpoch\x125\n" +
@@ -1609,10 +1763,20 @@ const file_dormouse_v1_cluster_proto_rawDesc = "" +
 	"\x0elast_heartbeat\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\rlastHeartbeat\x12\x18\n" +
 	"\aversion\x18\r \x01(\tR\aversion\x12\x18\n" +
 	"\aaddress\x18\x0e \x01(\tR\aaddress\x12=\n" +
-	"\rnetwork_modes\x18\x0f \x03(\x0e2\x18.dormouse.v1.NetworkModeR\fnetworkModes\x1a9\n" +
+	"\rnetwork_modes\x18\x0f \x03(\x0e2\x18.dormouse.v1.NetworkModeR\fnetworkModes\x12/\n" +
+	"\x06memory\x18\x10 \x01(\v2\x17.dormouse.v1.NodeMemoryR\x06memory\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"$\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf9\x01\n" +
+	"\n" +
+	"NodeMemory\x127\n" +
+	"\bpressure\x18\x01 \x01(\x0e2\x1b.dormouse.v1.MemoryPressureR\bpressure\x12'\n" +
+	"\x0favailable_bytes\x18\x02 \x01(\x03R\x0eavailableBytes\x12\x1d\n" +
+	"\n" +
+	"used_bytes\x18\x03 \x01(\x03R\tusedBytes\x12'\n" +
+	"\x0frequested_bytes\x18\x04 \x01(\x03R\x0erequestedBytes\x12'\n" +
+	"\x0funclaimed_bytes\x18\x05 \x01(\x03R\x0eunclaimedBytes\x12\x18\n" +
+	"\awaiting\x18\x06 \x01(\x05R\awaiting\"$\n" +
 	"\x0eGetNodeRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\"8\n" +
 	"\x0fGetNodeResponse\x12%\n" +
@@ -1702,7 +1866,12 @@ const file_dormouse_v1_cluster_proto_rawDesc = "" +
 	"page_token\x18\x03 \x01(\tR\tpageToken\"h\n" +
 	"\x12ListEventsResponse\x12*\n" +
 	"\x06events\x18\x01 \x03(\v2\x12.dormouse.v1.EventR\x06events\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken*\x89\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken*\x7f\n" +
+	"\x0eMemoryPressure\x12\x1f\n" +
+	"\x1bMEMORY_PRESSURE_UNSPECIFIED\x10\x00\x12\x18\n" +
+	"\x14MEMORY_PRESSURE_NONE\x10\x01\x12\x18\n" +
+	"\x14MEMORY_PRESSURE_SOME\x10\x02\x12\x18\n" +
+	"\x14MEMORY_PRESSURE_HIGH\x10\x03*\x89\x01\n" +
 	"\x0eOperationState\x12\x1f\n" +
 	"\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17OPERATION_STATE_PENDING\x10\x01\x12\x1d\n" +
@@ -1737,84 +1906,88 @@ func file_dormouse_v1_cluster_proto_rawDescGZIP() []byte {
 	return file_dormouse_v1_cluster_proto_rawDescData
 }
 
-var file_dormouse_v1_cluster_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_dormouse_v1_cluster_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_dormouse_v1_cluster_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_dormouse_v1_cluster_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_dormouse_v1_cluster_proto_goTypes = []any{
-	(OperationState)(0),           // 0: dormouse.v1.OperationState
-	(*NodeResources)(nil),         // 1: dormouse.v1.NodeResources
-	(*Node)(nil),                  // 2: dormouse.v1.Node
-	(*GetNodeRequest)(nil),        // 3: dormouse.v1.GetNodeRequest
-	(*GetNodeResponse)(nil),       // 4: dormouse.v1.GetNodeResponse
-	(*ListNodesRequest)(nil),      // 5: dormouse.v1.ListNodesRequest
-	(*ListNodesResponse)(nil),     // 6: dormouse.v1.ListNodesResponse
-	(*CordonNodeRequest)(nil),     // 7: dormouse.v1.CordonNodeRequest
-	(*CordonNodeResponse)(nil),    // 8: dormouse.v1.CordonNodeResponse
-	(*UncordonNodeRequest)(nil),   // 9: dormouse.v1.UncordonNodeRequest
-	(*UncordonNodeResponse)(nil),  // 10: dormouse.v1.UncordonNodeResponse
-	(*Image)(nil),                 // 11: dormouse.v1.Image
-	(*PullProgress)(nil),          // 12: dormouse.v1.PullProgress
-	(*PullImageRequest)(nil),      // 13: dormouse.v1.PullImageRequest
-	(*PullImageResponse)(nil),     // 14: dormouse.v1.PullImageResponse
-	(*ListImagesRequest)(nil),     // 15: dormouse.v1.ListImagesRequest
-	(*ListImagesResponse)(nil),    // 16: dormouse.v1.ListImagesResponse
-	(*DeleteImageRequest)(nil),    // 17: dormouse.v1.DeleteImageRequest
-	(*DeleteImageResponse)(nil),   // 18: dormouse.v1.DeleteImageResponse
-	(*Operation)(nil),             // 19: dormouse.v1.Operation
-	(*GetOperationRequest)(nil),   // 20: dormouse.v1.GetOperationRequest
-	(*GetOperationResponse)(nil),  // 21: dormouse.v1.GetOperationResponse
-	(*Event)(nil),                 // 22: dormouse.v1.Event
-	(*ListEventsRequest)(nil),     // 23: dormouse.v1.ListEventsRequest
-	(*ListEventsResponse)(nil),    // 24: dormouse.v1.ListEventsResponse
-	nil,                           // 25: dormouse.v1.Node.LabelsEntry
-	(*Condition)(nil),             // 26: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil), // 27: google.protobuf.Timestamp
-	(NetworkMode)(0),              // 28: dormouse.v1.NetworkMode
+	(MemoryPressure)(0),           // 0: dormouse.v1.MemoryPressure
+	(OperationState)(0),           // 1: dormouse.v1.OperationState
+	(*NodeResources)(nil),         // 2: dormouse.v1.NodeResources
+	(*Node)(nil),                  // 3: dormouse.v1.Node
+	(*NodeMemory)(nil),            // 4: dormouse.v1.NodeMemory
+	(*GetNodeRequest)(nil),        // 5: dormouse.v1.GetNodeRequest
+	(*GetNodeResponse)(nil),       // 6: dormouse.v1.GetNodeResponse
+	(*ListNodesRequest)(nil),      // 7: dormouse.v1.ListNodesRequest
+	(*ListNodesResponse)(nil),     // 8: dormouse.v1.ListNodesResponse
+	(*CordonNodeRequest)(nil),     // 9: dormouse.v1.CordonNodeRequest
+	(*CordonNodeResponse)(nil),    // 10: dormouse.v1.CordonNodeResponse
+	(*UncordonNodeRequest)(nil),   // 11: dormouse.v1.UncordonNodeRequest
+	(*UncordonNodeResponse)(nil),  // 12: dormouse.v1.UncordonNodeResponse
+	(*Image)(nil),                 // 13: dormouse.v1.Image
+	(*PullProgress)(nil),          // 14: dormouse.v1.PullProgress
+	(*PullImageRequest)(nil),      // 15: dormouse.v1.PullImageRequest
+	(*PullImageResponse)(nil),     // 16: dormouse.v1.PullImageResponse
+	(*ListImagesRequest)(nil),     // 17: dormouse.v1.ListImagesRequest
+	(*ListImagesResponse)(nil),    // 18: dormouse.v1.ListImagesResponse
+	(*DeleteImageRequest)(nil),    // 19: dormouse.v1.DeleteImageRequest
+	(*DeleteImageResponse)(nil),   // 20: dormouse.v1.DeleteImageResponse
+	(*Operation)(nil),             // 21: dormouse.v1.Operation
+	(*GetOperationRequest)(nil),   // 22: dormouse.v1.GetOperationRequest
+	(*GetOperationResponse)(nil),  // 23: dormouse.v1.GetOperationResponse
+	(*Event)(nil),                 // 24: dormouse.v1.Event
+	(*ListEventsRequest)(nil),     // 25: dormouse.v1.ListEventsRequest
+	(*ListEventsResponse)(nil),    // 26: dormouse.v1.ListEventsResponse
+	nil,                           // 27: dormouse.v1.Node.LabelsEntry
+	(*Condition)(nil),             // 28: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
+	(NetworkMode)(0),              // 30: dormouse.v1.NetworkMode
 }
 var file_dormouse_v1_cluster_proto_depIdxs = []int32{
-	25, // 0: dormouse.v1.Node.labels:type_name -> dormouse.v1.Node.LabelsEntry
-	1,  // 1: dormouse.v1.Node.capacity:type_name -> dormouse.v1.NodeResources
-	1,  // 2: dormouse.v1.Node.allocatable:type_name -> dormouse.v1.NodeResources
-	1,  // 3: dormouse.v1.Node.requested:type_name -> dormouse.v1.NodeResources
-	26, // 4: dormouse.v1.Node.conditions:type_name -> dormouse.v1.Condition
-	27, // 5: dormouse.v1.Node.last_heartbeat:type_name -> google.protobuf.Timestamp
-	28, // 6: dormouse.v1.Node.network_modes:type_name -> dormouse.v1.NetworkMode
-	2,  // 7: dormouse.v1.GetNodeResponse.node:type_name -> dormouse.v1.Node
-	2,  // 8: dormouse.v1.ListNodesResponse.nodes:type_name -> dormouse.v1.Node
-	2,  // 9: dormouse.v1.CordonNodeResponse.node:type_name -> dormouse.v1.Node
-	2,  // 10: dormouse.v1.UncordonNodeResponse.node:type_name -> dormouse.v1.Node
-	27, // 11: dormouse.v1.Image.pull_time:type_name -> google.protobuf.Timestamp
-	12, // 12: dormouse.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	11, // 13: dormouse.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	11, // 14: dormouse.v1.ListImagesResponse.images:type_name -> dormouse.v1.Image
-	0,  // 15: dormouse.v1.Operation.state:type_name -> dormouse.v1.OperationState
-	27, // 16: dormouse.v1.Operation.create_time:type_name -> google.protobuf.Timestamp
-	27, // 17: dormouse.v1.Operation.done_time:type_name -> google.protobuf.Timestamp
-	19, // 18: dormouse.v1.GetOperationResponse.operation:type_name -> dormouse.v1.Operation
-	27, // 19: dormouse.v1.Event.time:type_name -> google.protobuf.Timestamp
-	22, // 20: dormouse.v1.ListEventsResponse.events:type_name -> dormouse.v1.Event
-	3,  // 21: dormouse.v1.NodeService.GetNode:input_type -> dormouse.v1.GetNodeRequest
-	5,  // 22: dormouse.v1.NodeService.ListNodes:input_type -> dormouse.v1.ListNodesRequest
-	7,  // 23: dormouse.v1.NodeService.CordonNode:input_type -> dormouse.v1.CordonNodeRequest
-	9,  // 24: dormouse.v1.NodeService.UncordonNode:input_type -> dormouse.v1.UncordonNodeRequest
-	13, // 25: dormouse.v1.ImageService.PullImage:input_type -> dormouse.v1.PullImageRequest
-	15, // 26: dormouse.v1.ImageService.ListImages:input_type -> dormouse.v1.ListImagesRequest
-	17, // 27: dormouse.v1.ImageService.DeleteImage:input_type -> dormouse.v1.DeleteImageRequest
-	20, // 28: dormouse.v1.OperationService.GetOperation:input_type -> dormouse.v1.GetOperationRequest
-	23, // 29: dormouse.v1.EventService.ListEvents:input_type -> dormouse.v1.ListEventsRequest
-	4,  // 30: dormouse.v1.NodeService.GetNode:output_type -> dormouse.v1.GetNodeResponse
-	6,  // 31: dormouse.v1.NodeService.ListNodes:output_type -> dormouse.v1.ListNodesResponse
-	8,  // 32: dormouse.v1.NodeService.CordonNode:output_type -> dormouse.v1.CordonNodeResponse
-	10, // 33: dormouse.v1.NodeService.UncordonNode:output_type -> dormouse.v1.UncordonNodeResponse
-	14, // 34: dormouse.v1.ImageService.PullImage:output_type -> dormouse.v1.PullImageResponse
-	16, // 35: dormouse.v1.ImageService.ListImages:output_type -> dormouse.v1.ListImagesResponse
-	18, // 36: dormouse.v1.ImageService.DeleteImage:output_type -> dormouse.v1.DeleteImageResponse
-	21, // 37: dormouse.v1.OperationService.GetOperation:output_type -> dormouse.v1.GetOperationResponse
-	24, // 38: dormouse.v1.EventService.ListEvents:output_type -> dormouse.v1.ListEventsResponse
-	30, // [30:39] is the sub-list for method output_type
-	21, // [21:30] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	27, // 0: dormouse.v1.Node.labels:type_name -> dormouse.v1.Node.LabelsEntry
+	2,  // 1: dormouse.v1.Node.capacity:type_name -> dormouse.v1.NodeResources
+	2,  // 2: dormouse.v1.Node.allocatable:type_name -> dormouse.v1.NodeResources
+	2,  // 3: dormouse.v1.Node.requested:type_name -> dormouse.v1.NodeResources
+	28, // 4: dormouse.v1.Node.conditions:type_name -> dormouse.v1.Condition
+	29, // 5: dormouse.v1.Node.last_heartbeat:type_name -> google.protobuf.Timestamp
+	30, // 6: dormouse.v1.Node.network_modes:type_name -> dormouse.v1.NetworkMode
+	4,  // 7: dormouse.v1.Node.memory:type_name -> dormouse.v1.NodeMemory
+	0,  // 8: dormouse.v1.NodeMemory.pressure:type_name -> dormouse.v1.MemoryPressure
+	3,  // 9: dormouse.v1.GetNodeResponse.node:type_name -> dormouse.v1.Node
+	3,  // 10: dormouse.v1.ListNodesResponse.nodes:type_name -> dormouse.v1.Node
+	3,  // 11: dormouse.v1.CordonNodeResponse.node:type_name -> dormouse.v1.Node
+	3,  // 12: dormouse.v1.UncordonNodeResponse.node:type_name -> dormouse.v1.Node
+	29, // 13: dormouse.v1.Image.pull_time:type_name -> google.protobuf.Timestamp
+	14, // 14: dormouse.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	13, // 15: dormouse.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	13, // 16: dormouse.v1.ListImagesResponse.images:type_name -> dormouse.v1.Image
+	1,  // 17: dormouse.v1.Operation.state:type_name -> dormouse.v1.OperationState
+	29, // 18: dormouse.v1.Operation.create_time:type_name -> google.protobuf.Timestamp
+	29, // 19: dormouse.v1.Operation.done_time:type_name -> google.protobuf.Timestamp
+	21, // 20: dormouse.v1.GetOperationResponse.operation:type_name -> dormouse.v1.Operation
+	29, // 21: dormouse.v1.Event.time:type_name -> google.protobuf.Timestamp
+	24, // 22: dormouse.v1.ListEventsResponse.events:type_name -> dormouse.v1.Event
+	5,  // 23: dormouse.v1.NodeService.GetNode:input_type -> dormouse.v1.GetNodeRequest
+	7,  // 24: dormouse.v1.NodeService.ListNodes:input_type -> dormouse.v1.ListNodesRequest
+	9,  // 25: dormouse.v1.NodeService.CordonNode:input_type -> dormouse.v1.CordonNodeRequest
+	11, // 26: dormouse.v1.NodeService.UncordonNode:input_type -> dormouse.v1.UncordonNodeRequest
+	15, // 27: dormouse.v1.ImageService.PullImage:input_type -> dormouse.v1.PullImageRequest
+	17, // 28: dormouse.v1.ImageService.ListImages:input_type -> dormouse.v1.ListImagesRequest
+	19, // 29: dormouse.v1.ImageService.DeleteImage:input_type -> dormouse.v1.DeleteImageRequest
+	22, // 30: dormouse.v1.OperationService.GetOperation:input_type -> dormouse.v1.GetOperationRequest
+	25, // 31: dormouse.v1.EventService.ListEvents:input_type -> dormouse.v1.ListEventsRequest
+	6,  // 32: dormouse.v1.NodeService.GetNode:output_type -> dormouse.v1.GetNodeResponse
+	8,  // 33: dormouse.v1.NodeService.ListNodes:output_type -> dormouse.v1.ListNodesResponse
+	10, // 34: dormouse.v1.NodeService.CordonNode:output_type -> dormouse.v1.CordonNodeResponse
+	12, // 35: dormouse.v1.NodeService.UncordonNode:output_type -> dormouse.v1.UncordonNodeResponse
+	16, // 36: dormouse.v1.ImageService.PullImage:output_type -> dormouse.v1.PullImageResponse
+	18, // 37: dormouse.v1.ImageService.ListImages:output_type -> dormouse.v1.ListImagesResponse
+	20, // 38: dormouse.v1.ImageService.DeleteImage:output_type -> dormouse.v1.DeleteImageResponse
+	23, // 39: dormouse.v1.OperationService.GetOperation:output_type -> dormouse.v1.GetOperationResponse
+	26, // 40: dormouse.v1.EventService.ListEvents:output_type -> dormouse.v1.ListEventsResponse
+	32, // [32:41] is the sub-list for method output_type
+	23, // [23:32] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_cluster_proto_init() }
@@ -1824,7 +1997,7 @@ func file_dormouse_v1_cluster_proto_init() {
 	}
 	file_dormouse_v1_meta_proto_init()
 	file_dormouse_v1_sandbox_proto_init()
-	file_dormouse_v1_cluster_proto_msgTypes[13].OneofWrappers = []any{
+	file_dormouse_v1_cluster_proto_msgTypes[14].OneofWrappers = []any{
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
@@ -1833,8 +2006,8 @@ func file_dormouse_v1_cluster_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_cluster_proto_rawDesc), len(file_dormouse_v1_cluster_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   25,
+			NumEnums:      2,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   4,
 		},

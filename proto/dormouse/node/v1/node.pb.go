@@ -3046,10 +3046,13 @@ func (x *ReadJournalResponse) GetNext() string {
 
 type Heartbeat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Problems of the node by type, e.g. DiskPressure; empty when healthy.
+	// Problems of the node by type, e.g. DiskPressure; empty when healthy. A node with one is given nothing new.
 	Problems    map[string]string `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Allocatable *v1.NodeResources `protobuf:"bytes,2,opt,name=allocatable,proto3" json:"allocatable,omitempty"`
 	Images      []*v1.Image       `protobuf:"bytes,3,rep,name=images,proto3" json:"images,omitempty"`
+	// By type, what an operator ought to know and what keeps nothing away, e.g. HostLimits.
+	Notices map[string]string `protobuf:"bytes,4,rep,name=notices,proto3" json:"notices,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Memory  *v1.NodeMemory    `protobuf:"bytes,5,opt,name=memory,proto3" json:"memory,omitempty"`
 	// Of the sandboxes that were used since the last heartbeat.
 	Uses          []*SandboxUse `protobuf:"bytes,30,rep,name=uses,proto3" json:"uses,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -3103,6 +3106,20 @@ func (x *Heartbeat) GetAllocatable() *v1.NodeResources {
 func (x *Heartbeat) GetImages() []*v1.Image {
 	if x != nil {
 		return x.Images
+	}
+	return nil
+}
+
+func (x *Heartbeat) GetNotices() map[string]string {
+	if x != nil {
+		return x.Notices
+	}
+	return nil
+}
+
+func (x *Heartbeat) GetMemory() *v1.NodeMemory {
+	if x != nil {
+		return x.Memory
 	}
 	return nil
 }
@@ -3864,13 +3881,18 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x03key\x18\x03 \x01(\tR\x03key\"c\n" +
 	"\x13ReadJournalResponse\x128\n" +
 	"\aentries\x18\x01 \x03(\v2\x1e.dormouse.node.v1.JournalEntryR\aentries\x12\x12\n" +
-	"\x04next\x18\x02 \x01(\tR\x04next\"\xab\x02\n" +
+	"\x04next\x18\x02 \x01(\tR\x04next\"\xdc\x03\n" +
 	"\tHeartbeat\x12E\n" +
 	"\bproblems\x18\x01 \x03(\v2).dormouse.node.v1.Heartbeat.ProblemsEntryR\bproblems\x12<\n" +
 	"\vallocatable\x18\x02 \x01(\v2\x1a.dormouse.v1.NodeResourcesR\vallocatable\x12*\n" +
-	"\x06images\x18\x03 \x03(\v2\x12.dormouse.v1.ImageR\x06images\x120\n" +
+	"\x06images\x18\x03 \x03(\v2\x12.dormouse.v1.ImageR\x06images\x12B\n" +
+	"\anotices\x18\x04 \x03(\v2(.dormouse.node.v1.Heartbeat.NoticesEntryR\anotices\x12/\n" +
+	"\x06memory\x18\x05 \x01(\v2\x17.dormouse.v1.NodeMemoryR\x06memory\x120\n" +
 	"\x04uses\x18\x1e \x03(\v2\x1c.dormouse.node.v1.SandboxUseR\x04uses\x1a;\n" +
 	"\rProblemsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a:\n" +
+	"\fNoticesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"X\n" +
 	"\x06Report\x12\x0e\n" +
@@ -3937,7 +3959,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 56)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 57)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -3995,74 +4017,76 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	nil,                               // 53: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	nil,                               // 54: dormouse.node.v1.Hello.LabelsEntry
 	nil,                               // 55: dormouse.node.v1.Heartbeat.ProblemsEntry
-	(*v1.SandboxSpec)(nil),            // 56: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 57: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 58: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),       // 59: google.protobuf.Duration
-	(*v1.EgressPolicy)(nil),           // 60: dormouse.v1.EgressPolicy
-	(*v1.VolumeReference)(nil),        // 61: dormouse.v1.VolumeReference
-	(*v1.SnapshotFile)(nil),           // 62: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 63: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 64: dormouse.v1.Image
-	(*v1.SandboxNetwork)(nil),         // 65: dormouse.v1.SandboxNetwork
-	(*v1.NodeResources)(nil),          // 66: dormouse.v1.NodeResources
-	(v1.NetworkMode)(0),               // 67: dormouse.v1.NetworkMode
-	(*v1.Error)(nil),                  // 68: dormouse.v1.Error
+	nil,                               // 56: dormouse.node.v1.Heartbeat.NoticesEntry
+	(*v1.SandboxSpec)(nil),            // 57: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 58: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 59: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),       // 60: google.protobuf.Duration
+	(*v1.EgressPolicy)(nil),           // 61: dormouse.v1.EgressPolicy
+	(*v1.VolumeReference)(nil),        // 62: dormouse.v1.VolumeReference
+	(*v1.SnapshotFile)(nil),           // 63: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 64: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 65: dormouse.v1.Image
+	(*v1.SandboxNetwork)(nil),         // 66: dormouse.v1.SandboxNetwork
+	(*v1.NodeResources)(nil),          // 67: dormouse.v1.NodeResources
+	(v1.NetworkMode)(0),               // 68: dormouse.v1.NetworkMode
+	(*v1.NodeMemory)(nil),             // 69: dormouse.v1.NodeMemory
+	(*v1.Error)(nil),                  // 70: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	56, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	57, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
 	53, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
 	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	57, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	58, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
-	59, // 6: dormouse.node.v1.SandboxObservation.start_queued:type_name -> google.protobuf.Duration
-	59, // 7: dormouse.node.v1.SandboxObservation.start_service:type_name -> google.protobuf.Duration
+	58, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	59, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	60, // 6: dormouse.node.v1.SandboxObservation.start_queued:type_name -> google.protobuf.Duration
+	60, // 7: dormouse.node.v1.SandboxObservation.start_service:type_name -> google.protobuf.Duration
 	0,  // 8: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	4,  // 9: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
 	6,  // 10: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
-	60, // 11: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
+	61, // 11: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
 	3,  // 12: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 13: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 14: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	12, // 15: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	61, // 16: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	59, // 17: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	62, // 18: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	58, // 19: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
-	59, // 20: dormouse.node.v1.SnapshotObservation.queued:type_name -> google.protobuf.Duration
-	59, // 21: dormouse.node.v1.SnapshotObservation.service:type_name -> google.protobuf.Duration
+	62, // 16: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	60, // 17: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	63, // 18: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	59, // 19: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	60, // 20: dormouse.node.v1.SnapshotObservation.queued:type_name -> google.protobuf.Duration
+	60, // 21: dormouse.node.v1.SnapshotObservation.service:type_name -> google.protobuf.Duration
 	0,  // 22: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	59, // 23: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	60, // 23: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 24: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 25: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	59, // 26: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	60, // 26: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
 	3,  // 27: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 28: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
 	3,  // 29: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 30: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	60, // 31: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	61, // 31: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
 	3,  // 32: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
 	0,  // 33: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 34: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	25, // 35: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
 	0,  // 36: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
 	0,  // 37: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	63, // 38: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	64, // 39: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	64, // 38: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	65, // 39: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
 	0,  // 40: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	65, // 41: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	66, // 41: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
 	3,  // 42: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
 	12, // 43: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
 	25, // 44: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	64, // 45: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	59, // 46: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	65, // 45: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	60, // 46: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
 	54, // 47: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	66, // 48: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	66, // 49: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	67, // 48: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	67, // 49: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
 	35, // 50: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
 	36, // 51: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	67, // 52: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
+	68, // 52: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
 	38, // 53: dormouse.node.v1.Hello.witness:type_name -> dormouse.node.v1.CatalogPoint
 	38, // 54: dormouse.node.v1.Hello.witness_mark:type_name -> dormouse.node.v1.CatalogPoint
 	38, // 55: dormouse.node.v1.Hello.journal:type_name -> dormouse.node.v1.CatalogPoint
@@ -4074,61 +4098,63 @@ var file_dormouse_node_v1_node_proto_depIdxs = []int32{
 	39, // 61: dormouse.node.v1.Journal.entries:type_name -> dormouse.node.v1.JournalEntry
 	39, // 62: dormouse.node.v1.ReadJournalResponse.entries:type_name -> dormouse.node.v1.JournalEntry
 	55, // 63: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	66, // 64: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	64, // 65: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	36, // 66: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 67: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	37, // 68: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	45, // 69: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	46, // 70: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	42, // 71: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
-	59, // 72: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	49, // 73: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	49, // 74: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	68, // 75: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	48, // 76: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	50, // 77: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	51, // 78: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	41, // 79: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
-	1,  // 80: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 81: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	8,  // 82: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	10, // 83: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	13, // 84: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	15, // 85: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	17, // 86: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	19, // 87: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
-	21, // 88: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	23, // 89: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	26, // 90: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	28, // 91: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	30, // 92: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	32, // 93: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
-	34, // 94: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	43, // 95: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
-	47, // 96: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 97: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	7,  // 98: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	9,  // 99: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	11, // 100: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	14, // 101: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	16, // 102: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	18, // 103: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	20, // 104: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
-	22, // 105: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	24, // 106: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	27, // 107: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	29, // 108: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	31, // 109: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	33, // 110: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
-	35, // 111: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	44, // 112: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
-	52, // 113: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	97, // [97:114] is the sub-list for method output_type
-	80, // [80:97] is the sub-list for method input_type
-	80, // [80:80] is the sub-list for extension type_name
-	80, // [80:80] is the sub-list for extension extendee
-	0,  // [0:80] is the sub-list for field type_name
+	67, // 64: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	65, // 65: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	56, // 66: dormouse.node.v1.Heartbeat.notices:type_name -> dormouse.node.v1.Heartbeat.NoticesEntry
+	69, // 67: dormouse.node.v1.Heartbeat.memory:type_name -> dormouse.v1.NodeMemory
+	36, // 68: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,  // 69: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	37, // 70: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	45, // 71: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	46, // 72: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	42, // 73: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
+	60, // 74: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	49, // 75: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	49, // 76: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	70, // 77: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	48, // 78: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	50, // 79: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	51, // 80: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	41, // 81: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
+	1,  // 82: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,  // 83: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,  // 84: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10, // 85: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13, // 86: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15, // 87: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17, // 88: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19, // 89: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	21, // 90: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	23, // 91: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	26, // 92: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	28, // 93: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	30, // 94: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	32, // 95: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
+	34, // 96: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	43, // 97: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
+	47, // 98: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,  // 99: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,  // 100: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,  // 101: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11, // 102: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14, // 103: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16, // 104: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18, // 105: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20, // 106: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	22, // 107: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	24, // 108: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	27, // 109: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	29, // 110: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	31, // 111: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	33, // 112: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
+	35, // 113: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	44, // 114: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
+	52, // 115: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	99, // [99:116] is the sub-list for method output_type
+	82, // [82:99] is the sub-list for method input_type
+	82, // [82:82] is the sub-list for extension type_name
+	82, // [82:82] is the sub-list for extension extendee
+	0,  // [0:82] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -4159,7 +4185,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   56,
+			NumMessages:   57,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
