@@ -321,6 +321,7 @@ func (a *App) sources() reconcile.Sources {
 	return reconcile.Sources{
 		Store: a.state, Driver: a.driver, Groups: a.groups, Artefacts: a.snapshots,
 		ImageHolds: images{a.images, a.cfg.Node}.holds, VolumeHolds: a.volumes.holds, Networks: a.networks,
+		Aside:       func() ([]string, error) { return journal.Aside(a.cfg.StateDir) },
 		SandboxRoot: a.dir("sandboxes"), SnapshotRoot: a.dir("snapshots"), Mountinfo: "/proc/self/mountinfo",
 	}
 }

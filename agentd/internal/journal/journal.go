@@ -20,7 +20,7 @@
 //   - What a whole did not send, when it ended, and what its own history had seen is deleted, or another node's by now: a trace says so.
 //   - The traces of what was deleted are bounded (MaxDeleted); the oldest go first.
 //   - A file that cannot be read is put aside and a new one begun: the coordinator sends the whole again. It is a copy,
-//     and nothing that runs depends on it; the log says what was put aside.
+//     and nothing that runs depends on it; the log and `agentctl doctor` say what was put aside.
 //
 // # Crash points
 //
@@ -36,6 +36,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	bolt "go.etcd.io/bbolt"
@@ -79,7 +80,7 @@ func Open(dir, node string, log *slog.Logger) (*Journal, error) {
 	if !errors.Is(err, boltfile.ErrDamaged) && !errors.Is(err, errForeign) {
 		return j, err
 	}
-	aside := fmt.Sprintf("%s.damaged-%d", path, time.Now().UnixNano())
+	aside := fmt.Sprintf("%s%d", path+asideMark, time.Now().UnixNano())
 	if renamed := os.Rename(path, aside); renamed != nil {
 		return nil, errors.Join(err, renamed)
 	}
@@ -88,6 +89,24 @@ func Open(dir, node string, log *slog.Logger) (*Journal, error) {
 	}
 	log.Error("the journal cannot be read; it was put aside and a new one is begun", "error", err, "aside", filepath.Base(aside))
 	return open(path, node)
+}
+
+// asideMark is in the name of a journal that was put aside.
+const asideMark = ".damaged-"
+
+// Aside lists the journals that Open put aside in the folder, by path.
+func Aside(dir string) ([]string, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var paths []string
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), "journal.db"+asideMark) {
+			paths = append(paths, filepath.Join(dir, e.Name()))
+		}
+	}
+	return paths, nil
 }
 
 // errForeign: the file is another node's, or what is in it is no journal.

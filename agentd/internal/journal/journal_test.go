@@ -176,7 +176,7 @@ func TestDamagedIsPutAside(t *testing.T) {
 			if p, err := j.Points(); err != nil || p.Complete != nil || p.Witness != nil {
 				t.Errorf("%+v %v", p, err)
 			}
-			if aside, err := filepath.Glob(filepath.Join(dir, "journal.db.damaged-*")); err != nil || len(aside) != 1 {
+			if aside, err := Aside(dir); err != nil || len(aside) != 1 {
 				t.Errorf("put aside: %v, %v", aside, err)
 			}
 		})

@@ -33,6 +33,7 @@ const (
 	StuckDelete      Kind = "stuck-delete"       // its removal goes on, or fails again and again
 	LostArtefact     Kind = "lost-artefact"      // recorded as ready, and not there
 	StuckSnapshot    Kind = "stuck-snapshot"     // its removal goes on, or failed
+	PutAside         Kind = "put-aside"          // a file of agentd's that could not be read, and was replaced
 )
 
 // Observed is what there is on the node.
@@ -46,6 +47,8 @@ type Observed struct {
 	ImageHolds  map[string][]string
 	VolumeHolds map[string][]string
 	Network     network.Inventory
+	// Aside are the files that agentd put aside and goes on without.
+	Aside []string
 }
 
 // Counts is how much was looked at, by kind of object.
@@ -55,6 +58,7 @@ func (o Observed) Counts() map[string]int {
 		"artefacts": len(o.Artefacts.Published), "staging": len(o.Artefacts.Staging) + len(o.Artefacts.Trash),
 		"image-holds": len(o.ImageHolds), "volume-holds": len(o.VolumeHolds),
 		"leases": len(o.Network.Holders), "networks": len(o.Network.Leftovers),
+		"put-aside": len(o.Aside),
 	}
 }
 
@@ -90,6 +94,10 @@ func Diff(rec Records, seen Observed, sandboxRoot, snapshotRoot string) []Findin
 	d.sandboxes(seen, sandboxRoot)
 	d.holds(seen)
 	d.snapshots(seen, snapshotRoot)
+	for _, path := range seen.Aside {
+		d.out = append(d.out, Finding{Kind: PutAside, Name: filepath.Base(path), Recorded: "in use no more", Observed: path,
+			Remedy: "find out what damaged it (disk, memory), then rm " + path})
+	}
 	slices.SortFunc(d.out, func(a, b Finding) int {
 		return strings.Compare(a.Key(), b.Key())
 	})

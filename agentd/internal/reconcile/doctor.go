@@ -40,6 +40,8 @@ type Sources struct {
 		Observe() (network.Inventory, error)
 		Purge(address string) error
 	}
+	// Aside lists what agentd put aside because it could not be read.
+	Aside func() ([]string, error)
 	// SandboxRoot and SnapshotRoot are the folders.
 	SandboxRoot, SnapshotRoot string
 	// Mountinfo is the mount table to look at.
@@ -87,6 +89,9 @@ func (s Sources) Observe(ctx context.Context) (Observed, error) {
 		return o, err
 	}
 	if o.VolumeHolds, err = s.VolumeHolds(ctx); err != nil {
+		return o, err
+	}
+	if o.Aside, err = s.Aside(); err != nil {
 		return o, err
 	}
 	o.Network, err = s.Networks.Observe()

@@ -84,6 +84,7 @@ func TestDiff(t *testing.T) {
 		ImageHolds:  map[string][]string{"good": {"i"}, "snap": {"i"}, "nobody": {"i"}},
 		VolumeHolds: map[string][]string{"good": {"v"}, "snap": {"v"}},
 		Network:     network.Inventory{Holders: map[string][]string{"good": {"10.0.0.2"}, "gone": {"10.0.0.3"}}, Leftovers: []network.Leftover{{Address: "10.0.0.4", What: "a device"}}},
+		Aside:       []string{"/d/journal.db.damaged-1"},
 	}
 	var got []string
 	for _, f := range Diff(rec, seen, "/s", "/a") {
@@ -96,7 +97,7 @@ func TestDiff(t *testing.T) {
 		"lost-artefact torn false", "lost-sandbox lost false",
 		"orphan-artefact stray false", "orphan-cgroup alien true", "orphan-cgroup group true", "orphan-folder folder true",
 		"orphan-image-hold nobody true", "orphan-lease gone true", "orphan-mount /s/good/m false", "orphan-network 10.0.0.4 true", "orphan-sandbox alien true",
-		"orphan-staging half true", "orphan-staging old true", "orphan-volume-hold snap true", "stuck-delete stuck true", "stuck-snapshot going true",
+		"orphan-staging half true", "orphan-staging old true", "orphan-volume-hold snap true", "put-aside journal.db.damaged-1 false", "stuck-delete stuck true", "stuck-snapshot going true",
 	}
 	if !slices.Equal(got, want) {
 		t.Fatalf("got  %s\nwant %s", strings.Join(got, "\n     "), strings.Join(want, "\n     "))
@@ -137,7 +138,7 @@ func newSite(t *testing.T) *site {
 	if err := os.WriteFile(mounts, []byte("1 2 0:3 / /proc rw - proc proc rw\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s.sources = Sources{Store: s, Driver: s, Groups: noGroups{}, Artefacts: noArtefacts{}, ImageHolds: none, VolumeHolds: none, Networks: noNetworks{},
+	s.sources = Sources{Store: s, Driver: s, Groups: noGroups{}, Artefacts: noArtefacts{}, ImageHolds: none, VolumeHolds: none, Networks: noNetworks{}, Aside: func() ([]string, error) { return nil, nil },
 		SandboxRoot: t.TempDir(), SnapshotRoot: t.TempDir(), Mountinfo: mounts}
 	return s
 }
