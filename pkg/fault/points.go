@@ -34,6 +34,9 @@ func Agentd() []string {
 		// The runsc driver: its own record, the control group, runsc itself, the record of the process; and back.
 		after("runtime", "recorded", "group", "launched", "attached"),
 		after("runtime", "killed", "deleted", "ungrouped", "forgotten"),
+		// A sandbox is asked to stand still, or to go on; and what the next agentd makes of one that was cut short.
+		around("runtime", "turn"),
+		after("runtime", "turned", "unturned"),
 		// A capture, and the artefact's way from staging to its place.
 		after("checkpoint", "intent", "hold", "freezing"),
 		around("checkpoint", "pause"),

@@ -55,8 +55,10 @@ func matrix() []row {
 	add(agentd, "checkpoint", capture, of("checkpoint.", "artefact.")...)
 	running := slices.DeleteFunc(of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release"), func(p string) bool { return p == "delete.artefact.after" }) // of a hibernated one
 	add(agentd, "delete", remove, running...)
-	add(agentd, "pause", pause, of("pause.")...)
-	add(agentd, "resume", resume, of("resume.")...)
+	// The first turn of a checkpoint is its pause, the second its resume.
+	add(agentd, "checkpoint", capture, "runtime.turn.before", "runtime.turn.after", "runtime.turned.after", "runtime.turn.before#2", "runtime.turn.after#2")
+	add(agentd, "pause", pause, append(of("pause.", "runtime.turn"), "runtime.turn.before+runtime.unturned.after", "runtime.turn.after+runtime.turned.after")...)
+	add(agentd, "resume", resume, append(of("resume.", "runtime.turn"), "runtime.turn.before+runtime.unturned.after", "runtime.turn.after+runtime.turned.after")...)
 	add(agentd, "hibernate", hibernate, append(of("hibernate."), "checkpoint.save.after", "artefact.stage.after", "artefact.manifest.after", "artefact.rename.after",
 		"runtime.killed.after", "runtime.forgotten.after", "command.keep.before", "command.keep.after")...)
 	add(agentd, "wake", wake, append(of("wake."), "restore.network.after", "restore.runtime.before", "restore.runtime.after", "restore.guest.after",

@@ -43,6 +43,7 @@ var elsewhere = map[string]string{
 	"agentd/internal/runtime.MakeFIFOs":           "start.folder.before start.folder.after",
 	"agentd/internal/runtime/runsc.deleteRuntime": "runtime.killed.after runtime.deleted.after",
 	"agentd/internal/runtime/runsc.createRecord":  "runtime.recorded.after",
+	"agentd/internal/runtime/runsc.intendTurn":    "runtime.turn.before",
 	"agentd/internal/runtime/runsc.saveRecord":    "runtime.launched.after runtime.attached.after",
 	"agentd/internal/runtime/runsc.stageRecord":   "runtime.recorded.after runtime.attached.after",
 	"agentd/internal/runtime/runsc.removeRecord":  "runtime.ungrouped.after runtime.forgotten.after",

@@ -26,10 +26,6 @@ type command struct {
 	args  []string
 	stdio []int // of the sandbox that is started; nil for any other command
 	group launcher.Group
-	// patient commands change the sandbox's state in two steps, in the sandbox and in runsc's state
-	// file. Killing one in between would leave the two apart for good, so the end of the context only
-	// ends the waiting.
-	patient bool
 }
 
 // failure is a runsc command that ended badly.
@@ -63,12 +59,7 @@ func (d *Driver) run(ctx context.Context, c command) error {
 	cmd := launcher.Command{
 		Path: filepath.Join(c.rec.BundleDir, "runsc"), Args: append(args, c.args...), Files: files, Group: c.group,
 	}
-	var exit launcher.Exit
-	if c.patient {
-		exit, err = d.runPatiently(ctx, cmd)
-	} else {
-		exit, err = d.launcher.Run(ctx, cmd)
-	}
+	exit, err := d.launcher.Run(ctx, cmd)
 	if err != nil {
 		return err
 	}
@@ -76,15 +67,6 @@ func (d *Driver) run(ctx context.Context, c command) error {
 		return &failure{what: c.args[0], exit: exit, said: log.said()}
 	}
 	return nil
-}
-
-func (d *Driver) runPatiently(ctx context.Context, cmd launcher.Command) (launcher.Exit, error) {
-	p, err := d.launcher.Start(cmd)
-	if err != nil {
-		return launcher.Exit{}, err
-	}
-	defer p.Close()
-	return p.Wait(ctx)
 }
 
 // capture takes the output of a command in a sealed memory file: bounded by the kernel, and nobody has

@@ -12,9 +12,8 @@
 //   - While runsc starts the sandbox: it goes on alone, in a session of its own. As above, or the sandbox
 //     runs with a record that has no pid. Delete finds its processes by their control group.
 //   - After the start, before the caller persisted the handle: as above.
-//   - During pause or resume: the command goes on alone and holds runsc's lock; the next command
-//     waits for it. Such a command is never killed, because it changes the sandbox first and runsc's
-//     state file after, and a pause counted twice would need two resumes.
+//   - During pause or resume (turn.go): the sandbox does what it was asked for, and holds runsc's lock meanwhile; the intent
+//     is beside the record, and whoever comes next finishes it or drops it, by what the sandbox says of its init.
 //   - During a save: the sandbox goes on writing what it was asked for, into files that nobody reads.
 //   - During Delete: every step is idempotent; the record goes last.
 //
@@ -67,7 +66,6 @@ func DefaultFlags() []string {
 // Launcher starts runsc; *launcher.Launcher is one.
 type Launcher interface {
 	Run(ctx context.Context, cmd launcher.Command) (launcher.Exit, error)
-	Start(cmd launcher.Command) (*launcher.Process, error)
 }
 
 // Options of the driver.
@@ -317,12 +315,12 @@ func (e *entry) unlock() { <-e.op }
 
 // Pause implements runtime.Driver.
 func (d *Driver) Pause(ctx context.Context, id string) error {
-	return d.change(ctx, id, change{step: "pause", args: []string{"pause"}, from: []runtime.Phase{runtime.Running}, done: runtime.Paused})
+	return d.change(ctx, id, change{step: halt.step, call: func() error { return d.turn(id, halt) }, from: []runtime.Phase{runtime.Running}, done: runtime.Paused})
 }
 
 // Resume implements runtime.Driver.
 func (d *Driver) Resume(ctx context.Context, id string) error {
-	return d.change(ctx, id, change{step: "resume", args: []string{"resume"}, from: []runtime.Phase{runtime.Paused}, done: runtime.Running})
+	return d.change(ctx, id, change{step: goOn.step, call: func() error { return d.turn(id, goOn) }, from: []runtime.Phase{runtime.Paused}, done: runtime.Running})
 }
 
 // Save implements runtime.Driver.
@@ -357,25 +355,27 @@ func (d *Driver) emptyFiles(id, dir string) {
 	}
 }
 
-// change is a command that changes a sandbox and is not to be cut in two.
+// change is what changes a sandbox and is not to be cut in two.
 type change struct {
 	step   string
-	args   []string        // of runsc, without the id
-	call   func() error    // what is done instead; a *failure is the sandbox's own
+	call   func() error    // a *failure is the sandbox's own
 	from   []runtime.Phase // the phases that it is for
 	done   runtime.Phase   // the phase in which there is nothing to do; "" for none
-	failed func()          // runs when runsc says that it failed; may be nil
+	failed func()          // runs when the sandbox says that it failed; may be nil
 }
 
-// change runs the command once no other changes the sandbox. When ctx ends it goes on, holding the
+// change makes the change once no other is made to the sandbox. When ctx ends it goes on, holding the
 // sandbox's token, and whoever comes next waits for it.
 func (d *Driver) change(ctx context.Context, id string, c change) error {
-	rec, err := d.known(id)
-	if err != nil {
+	if _, err := d.known(id); err != nil {
 		return err
 	}
 	e := d.entry(id)
 	if err := d.lockOp(ctx, e); err != nil {
+		return err
+	}
+	if err := d.settle(ctx, id); err != nil {
+		e.unlock()
 		return err
 	}
 	status, err := d.State(ctx, id)
@@ -389,12 +389,7 @@ func (d *Driver) change(ctx context.Context, id string, c change) error {
 	done := make(chan error, 1)
 	d.wg.Go(func() {
 		defer e.unlock()
-		var err error
-		if c.call != nil {
-			err = c.call()
-		} else {
-			err = d.run(d.ctx, command{rec: rec, args: append(c.args, id), patient: true})
-		}
+		err := c.call()
 		var f *failure
 		if errors.As(err, &f) && c.failed != nil {
 			c.failed()

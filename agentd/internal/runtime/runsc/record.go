@@ -122,7 +122,7 @@ func (d *Driver) loadRecord(id string) (record, bool, error) {
 
 // removeRecord ends what the driver knows of the sandbox.
 func (d *Driver) removeRecord(id string) error {
-	for _, path := range []string{d.recordPath(id) + ".new", d.recordPath(id)} {
+	for _, path := range []string{d.turnPath(id), d.recordPath(id) + ".new", d.recordPath(id)} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return errs.Wrap(err, errs.InternalError, "remove the record of sandbox %s: %v", id, err)
 		}

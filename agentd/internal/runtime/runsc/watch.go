@@ -112,7 +112,23 @@ func (d *Driver) Recover(ctx context.Context, h runtime.Handle) (runtime.Status,
 			return runtime.Status{}, err
 		}
 	}
+	if err := d.settleFirst(ctx, rec.ID); err != nil {
+		return runtime.Status{}, err
+	}
 	return d.State(ctx, rec.ID)
+}
+
+// settleFirst is settle for who does not hold the sandbox's token.
+func (d *Driver) settleFirst(ctx context.Context, id string) error {
+	if _, err := os.Lstat(d.turnPath(id)); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	e := d.entry(id)
+	if err := d.lockOp(ctx, e); err != nil {
+		return err
+	}
+	defer e.unlock()
+	return d.settle(ctx, id)
 }
 
 func (d *Driver) recoverWatch(rec record) error {
