@@ -57,7 +57,7 @@ func (c *channel) Close() error {
 }
 
 func (c *channel) Configure(ctx context.Context, id runner.Identity) error {
-	in := guest.Identity{Hostname: id.Hostname, WriteHosts: true}
+	in := guest.Identity{Hostname: id.Hostname, WriteHosts: true, Hook: hooks[id.Hook]}
 	if id.Nameservers != nil {
 		in.DNS = &guest.DNS{Nameservers: id.Nameservers}
 	}
@@ -70,6 +70,10 @@ func (c *channel) Configure(ctx context.Context, id runner.Identity) error {
 	}
 	_, err := c.Conn.Configure(ctx, in)
 	return err
+}
+
+var hooks = map[runner.Hook]guest.Hook{
+	runner.HookAfterRestore: guest.HookAfterRestore, runner.HookAtClaim: guest.HookLater, runner.HookNow: guest.HookNow,
 }
 
 func (c *channel) StartMain(ctx context.Context, m runner.Main) error {

@@ -115,6 +115,13 @@ func (n *node) ResumeSandbox(ctx context.Context, uid string) (api.Observed, err
 	return observed(rec), err
 }
 
+func (n *node) ClaimSandbox(ctx context.Context, req runner.ClaimRequest) (api.Observed, error) {
+	// It is in use from now on, however long it stood ready.
+	defer n.uses.Use(req.UID)()
+	rec, err := n.run.Claim(ctx, req)
+	return observed(rec), err
+}
+
 func (n *node) DeleteSnapshot(ctx context.Context, uid string) error {
 	return n.run.DeleteSnapshot(ctx, uid)
 }

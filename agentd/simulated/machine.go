@@ -99,7 +99,30 @@ func (specBuilder) ForRestore(saved *specs.Spec, in runner.SpecInput) (*specs.Sp
 }
 
 // guest is guest init as a process inside, which outlives channels. It has no main command.
-type guest struct{ generation uint64 }
+type guest struct {
+	generation uint64
+	identity   Identity
+}
+
+// Identity is what the guest of a sandbox was told of itself.
+type Identity struct {
+	Hostname string
+	// Generation is the channel's, at the time.
+	Generation uint64
+	// Hooks counts how often the image's hook was to be started for a claim.
+	Hooks int
+}
+
+// Told gives what the guest of a sandbox was told last; false when there was none.
+func (m *Machine) Told(uid string) (Identity, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	in := m.guests[uid]
+	if in == nil {
+		return Identity{}, false
+	}
+	return in.identity, true
+}
 
 type guests struct{ m *Machine }
 
@@ -115,15 +138,26 @@ func (g guests) Open(_ context.Context, uid string, generation uint64, _ runtime
 		return nil, errs.New(errs.Fenced, "guest init of sandbox %s has a channel of generation %d", uid, in.generation)
 	}
 	in.generation = generation
-	return &channel{closed: make(chan struct{})}, nil
+	return &channel{m: g.m, in: in, closed: make(chan struct{})}, nil
 }
 
 type channel struct {
+	m      *Machine
+	in     *guest
 	closed chan struct{}
 	once   sync.Once
 }
 
-func (*channel) Configure(context.Context, runner.Identity) error { return nil }
+func (c *channel) Configure(_ context.Context, id runner.Identity) error {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	told := &c.in.identity
+	if id.Hook == runner.HookNow && told.Generation != c.in.generation {
+		told.Hooks++
+	}
+	told.Hostname, told.Generation = id.Hostname, c.in.generation
+	return nil
+}
 
 func (*channel) StartMain(context.Context, runner.Main) error { return notHere("commands") }
 

@@ -72,6 +72,11 @@ func (n *node) ResumeSandbox(ctx context.Context, uid string) (api.Observed, err
 	return observed(rec), err
 }
 
+func (n *node) ClaimSandbox(ctx context.Context, req runner.ClaimRequest) (api.Observed, error) {
+	rec, err := n.run.Claim(ctx, req)
+	return observed(rec), err
+}
+
 func (n *node) HibernateSandbox(ctx context.Context, uid string, _ time.Duration) (api.Observed, error) {
 	rec, err := n.run.Hibernate(ctx, uid)
 	return observed(rec), err

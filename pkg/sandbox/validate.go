@@ -109,6 +109,14 @@ func ValidateName(field, name string) *Problem {
 	return nil
 }
 
+// ValidateHostname checks a host name; empty is allowed.
+func ValidateHostname(field, name string) *Problem {
+	if name != "" && (len(name) > MaxName || !hostForm.MatchString(name)) {
+		return invalid(field, "letters, digits and '-', at most %d", MaxName)
+	}
+	return nil
+}
+
 // ValidateLabels checks labels.
 func ValidateLabels(field string, labels map[string]string) *Problem {
 	if len(labels) > MaxLabels {
@@ -292,12 +300,11 @@ func (s Spec) Validate() *Problem {
 		return invalid("spec.egress", "only with network outbound")
 	case s.RuntimeClass != "" && s.RuntimeClass != "runsc":
 		return &Problem{Reason: "NOT_SUPPORTED", Field: "spec.runtime_class", Message: "the only runtime class is runsc", Details: map[string]string{"feature": "runtime class"}}
-	case s.Hostname != "" && (len(s.Hostname) > MaxName || !hostForm.MatchString(s.Hostname)):
-		return invalid("spec.hostname", "letters, digits and '-', at most %d", MaxName)
 	case len(s.NodeSelector) > MaxSelector:
 		return tooLarge("spec.node_selector", "labels", MaxSelector, len(s.NodeSelector))
 	}
 	for _, check := range []func() *Problem{
+		func() *Problem { return ValidateHostname("spec.hostname", s.Hostname) },
 		func() *Problem { return ValidateArgv("spec.command", s.Command) },
 		func() *Problem { return ValidateEnv("spec.env", s.Env) },
 		func() *Problem { return ValidateUser("spec.user", s.User) },

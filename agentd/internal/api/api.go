@@ -37,6 +37,7 @@ type Runner interface {
 	PauseSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (Observed, error)
 	ResumeSandbox(ctx context.Context, uid string) (Observed, error)
 	HibernateSandbox(ctx context.Context, uid string, ifUnusedFor time.Duration) (Observed, error)
+	ClaimSandbox(ctx context.Context, req runner.ClaimRequest) (Observed, error)
 	// SetEgress changes what a sandbox may reach; a generation below the node's changes nothing.
 	SetEgress(ctx context.Context, uid string, generation int64, egress *sandbox.Egress) (Observed, error)
 }
@@ -109,7 +110,7 @@ type Server struct {
 
 // repeats are the methods that answer the same when they are done again after a success: a sandbox's
 // record names the command that made it, and what is deleted stays so.
-var repeats = map[string]bool{"StartSandbox": true, "RestoreSandbox": true, "UpdateSandbox": true, "DeleteSandbox": true}
+var repeats = map[string]bool{"StartSandbox": true, "RestoreSandbox": true, "ClaimSandbox": true, "UpdateSandbox": true, "DeleteSandbox": true}
 
 // command makes the command of a request. The body's digest leaves out what differs between retries: what an update may have changed of
 // a sandbox since it was asked for the first time. And the values of secrets, whose digest would be a way to guess them.
@@ -129,6 +130,8 @@ func command(kind string, c *nodev1.Command, body proto.Message) (runner.Command
 		}
 	case *nodev1.RestoreSandboxRequest:
 		made.Generation, made.Network = 0, nil
+	case *nodev1.ClaimSandboxRequest:
+		made.Generation = 0
 	}
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(clean)
 	if err != nil {
@@ -233,6 +236,7 @@ func (s *Server) RestoreSandbox(ctx context.Context, req *nodev1.RestoreSandboxR
 		o, err := s.Runner.RestoreSandbox(ctx, runner.RestoreRequest{
 			UID: req.GetUid(), Tenant: req.GetCommand().GetTenant(), Name: req.GetName(), Generation: req.GetGeneration(),
 			CommandID: req.GetCommand().GetCommandId(), SnapshotUID: req.GetSnapshotUid(), Volumes: volumes, Hostname: req.GetHostname(), Network: network,
+			Parked: req.GetParked(),
 		})
 		if err == nil {
 			resp.Sandbox = o.Proto()
@@ -326,6 +330,29 @@ func (s *Server) ResumeSandbox(ctx context.Context, req *nodev1.ResumeSandboxReq
 	resp := &nodev1.ResumeSandboxResponse{}
 	return run(ctx, s, "ResumeSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
 		o, err := s.Runner.ResumeSandbox(ctx, req.GetUid())
+		if err == nil {
+			resp.Sandbox = o.Proto()
+		}
+		return err
+	})
+}
+
+// ClaimSandbox implements AgentService.
+func (s *Server) ClaimSandbox(ctx context.Context, req *nodev1.ClaimSandboxRequest) (*nodev1.ClaimSandboxResponse, error) {
+	if err := first(checkCommand(req.GetCommand()), checkUID("uid", req.GetUid())); err != nil {
+		return nil, err
+	}
+	for _, p := range []*sandbox.Problem{sandbox.ValidateName("name", req.GetName()), sandbox.ValidateHostname("hostname", req.GetHostname()), sandbox.ValidateEnv("env", req.GetEnv())} {
+		if err := wire.FromProblem(p); err != nil {
+			return nil, err
+		}
+	}
+	resp := &nodev1.ClaimSandboxResponse{}
+	return run(ctx, s, "ClaimSandbox", req.GetCommand(), req, resp, func(ctx context.Context) error {
+		o, err := s.Runner.ClaimSandbox(ctx, runner.ClaimRequest{
+			UID: req.GetUid(), Tenant: req.GetCommand().GetTenant(), Name: req.GetName(), Generation: req.GetGeneration(),
+			CommandID: req.GetCommand().GetCommandId(), Hostname: req.GetHostname(), Env: req.GetEnv(),
+		})
 		if err == nil {
 			resp.Sandbox = o.Proto()
 		}

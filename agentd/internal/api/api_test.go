@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	"errors"
+	"reflect"
 	"sync"
 	"testing"
 	"time"
@@ -39,6 +40,7 @@ func (b *book) Admit(context.Context, runner.Command) error { return nil }
 // node notes what reaches it.
 type node struct {
 	started []runner.StartRequest
+	claimed []runner.ClaimRequest
 	egress  *sandbox.Egress
 }
 
@@ -64,6 +66,10 @@ func (n *node) SetEgress(_ context.Context, u string, generation int64, egress *
 }
 func (n *node) ResumeSandbox(_ context.Context, u string) (Observed, error) {
 	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Running, Observation: 4}}, nil
+}
+func (n *node) ClaimSandbox(_ context.Context, req runner.ClaimRequest) (Observed, error) {
+	n.claimed = append(n.claimed, req)
+	return Observed{UID: req.UID, Tenant: req.Tenant, Status: sandbox.Status{Phase: sandbox.Running, Observation: 7, ObservedGeneration: req.Generation}}, nil
 }
 func (n *node) HibernateSandbox(_ context.Context, u string, _ time.Duration) (Observed, error) {
 	return Observed{UID: u, Tenant: "t", Status: sandbox.Status{Phase: sandbox.Hibernated, Observation: 5}}, nil
@@ -179,6 +185,36 @@ func TestUpdateSandbox(t *testing.T) {
 	got, err := s.UpdateSandbox(context.Background(), good())
 	if err != nil || got.GetSandbox().GetObservedGeneration() != 3 || n.egress == nil || n.egress.Default != sandbox.EgressDeny {
 		t.Errorf("%v, %v; set %+v", got, err, n.egress)
+	}
+}
+
+func TestClaimSandbox(t *testing.T) {
+	n, b := &node{}, &book{}
+	s := &Server{Commands: b, Runner: n}
+	good := func() *nodev1.ClaimSandboxRequest {
+		return &nodev1.ClaimSandboxRequest{Command: startRequest().GetCommand(), Uid: uid.New(), Name: "mine", Generation: 3, Hostname: "here", Env: map[string]string{"A": "1"}}
+	}
+	for name, change := range map[string]func(*nodev1.ClaimSandboxRequest){
+		"uid":      func(r *nodev1.ClaimSandboxRequest) { r.Uid = "x" },
+		"tenant":   func(r *nodev1.ClaimSandboxRequest) { r.Command.Tenant = "" },
+		"name":     func(r *nodev1.ClaimSandboxRequest) { r.Name = "UP" },
+		"hostname": func(r *nodev1.ClaimSandboxRequest) { r.Hostname = "a b" },
+		"env":      func(r *nodev1.ClaimSandboxRequest) { r.Env = map[string]string{"A=B": "1"} },
+	} {
+		req := good()
+		change(req)
+		if _, err := s.ClaimSandbox(context.Background(), req); errs.ReasonOf(err) != errs.InvalidField || len(n.claimed) > 0 {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	req := good()
+	got, err := s.ClaimSandbox(context.Background(), req)
+	if err != nil || got.GetSandbox().GetObservedGeneration() != 3 {
+		t.Fatalf("%v, %v", got, err)
+	}
+	want := runner.ClaimRequest{UID: req.Uid, Tenant: "t", Name: "mine", Generation: 3, CommandID: "c", Hostname: "here", Env: req.Env}
+	if !reflect.DeepEqual(n.claimed, []runner.ClaimRequest{want}) || len(b.seen) != 1 || !b.seen[0].Repeats {
+		t.Errorf("claimed %+v by %+v", n.claimed, b.seen)
 	}
 }
 

@@ -207,6 +207,44 @@ func TestIdentity(t *testing.T) {
 	}
 }
 
+// TestIdentityOfAClaim: the hook of a sandbox that is to be claimed waits until it is, and runs once for a claim, however often the guest is told.
+func TestIdentityOfAClaim(t *testing.T) {
+	box := newSandbox(t)
+	c := box.open(t)
+	copyFile(t, bins.subject, filepath.Join(box.root, "etc/dormouse/on-restore"))
+	told := func(c *Conn, host string, hook Hook, changed, ran bool) Configured {
+		t.Helper()
+		done, err := c.Configure(ctx(t), Identity{Hostname: host, Hook: hook})
+		if err != nil || done.IdentityChanged != changed || (done.HookProcess != "") != ran {
+			t.Fatalf("configure: %+v %v", done, err)
+		}
+		return done
+	}
+	told(c, "template", HookAfterRestore, true, false)
+	must(t, c.Close())
+	c = box.open(t, func(o *Options) { o.SandboxUID, o.Generation = "member", 2 })
+	told(c, "member", HookLater, true, false)
+	told(c, "member", HookLater, false, false)
+	must(t, c.Close())
+	c = box.open(t, func(o *Options) { o.SandboxUID, o.Generation = "member", 3 })
+	done := told(c, "claimed", HookNow, false, true)
+	if _, err := c.Wait(ctx(t), done.HookProcess); err != nil {
+		t.Fatal(err)
+	}
+	told(c, "claimed", HookNow, false, false)
+	for file, want := range map[string]string{
+		"etc/hostname":               "claimed\n",
+		"run/dormouse/identity.json": `{"sandbox_uid":"member","hostname":"claimed","generation":3}` + "\n",
+	} {
+		if got, err := os.ReadFile(filepath.Join(box.root, file)); err != nil || string(got) != want {
+			t.Errorf("%s: %q %v", file, got, err)
+		}
+	}
+	if _, err := c.Configure(ctx(t), Identity{Hook: 3}); !errs.Has(err, errs.InvalidField) {
+		t.Fatalf("another time for the hook: %v", err)
+	}
+}
+
 func TestSilentGuest(t *testing.T) {
 	in, out := mkfifos(t, t.TempDir())
 	short, cancel := context.WithTimeout(ctx(t), 150*time.Millisecond)

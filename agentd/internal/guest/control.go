@@ -20,7 +20,20 @@ type Identity struct {
 	// SecretEnv, if not nil, replaces the "NAME=value" entries that only the main command gets.
 	// They stay in guest init's memory; do not log them.
 	SecretEnv []string
+	// Hook says when the image's hook is started.
+	Hook Hook
 }
+
+// Hook is a time for the image's restore hook.
+type Hook uint32
+
+// HookAfterRestore starts it if the uid is another than at the last Configure. HookLater does not: the sandbox is to stand still
+// until it is claimed. HookNow starts it once for the channel's generation, also if the uid is as it was.
+const (
+	HookAfterRestore = Hook(guestwire.HookAfterRestore)
+	HookLater        = Hook(guestwire.HookLater)
+	HookNow          = Hook(guestwire.HookNow)
+)
 
 // Host is a line of /etc/hosts.
 type Host struct {
@@ -44,12 +57,12 @@ type Configured struct {
 }
 
 // Configure gives the sandbox its identity, and writes its uid, host name and generation to
-// /run/dormouse/identity.json. After a restore the image's /etc/dormouse/on-restore is started. It
-// is idempotent.
+// /run/dormouse/identity.json. After a restore the image's /etc/dormouse/on-restore is started, unless
+// Hook says otherwise. It is idempotent.
 func (c *Conn) Configure(ctx context.Context, id Identity) (Configured, error) {
 	m := &guestwire.Configure{
 		Hostname: id.Hostname, WriteHosts: id.WriteHosts,
-		SecretEnvironment: id.SecretEnv, ReplaceSecretEnvironment: id.SecretEnv != nil,
+		SecretEnvironment: id.SecretEnv, ReplaceSecretEnvironment: id.SecretEnv != nil, Hook: uint32(id.Hook),
 	}
 	for _, h := range id.Hosts {
 		m.Hosts = append(m.Hosts, guestwire.HostEntry{Address: h.Address, Names: h.Names})

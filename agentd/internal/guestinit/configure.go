@@ -52,7 +52,7 @@ func (a *agent) configure(m *guestwire.Configure) (guestwire.Message, *failure) 
 			return nil, notWritten("/etc/machine-id", err)
 		}
 	}
-	if a.named != "" && done.IdentityChanged {
+	if a.named != "" && (done.IdentityChanged && m.Hook != guestwire.HookLater || m.Hook == guestwire.HookNow) {
 		done.HookProcessID = a.runHook()
 	}
 	a.named, a.namedGen = a.uid, a.ch.Generation
@@ -70,7 +70,7 @@ func machineID(uid string) string {
 	return string(id)
 }
 
-// runHook starts the image's own hook after a restore, if it has one. It is a process like others:
+// runHook starts the image's own hook after a restore or a claim, if it has one. It is a process like others:
 // listed, its output kept. That it cannot start is the image's affair.
 func (a *agent) runHook() string {
 	hook := a.cfg.Root + restoreHook
@@ -104,6 +104,9 @@ func validConfigure(m *guestwire.Configure) *failure {
 				return fail("INVALID_FIELD", "host names, addresses and resolver options hold no blanks and no control characters").with("field", "hosts")
 			}
 		}
+	}
+	if m.Hook > guestwire.HookNow {
+		return fail("INVALID_FIELD", "there is no such time for the hook").with("field", "hook")
 	}
 	if len(m.Hostname) > 64 {
 		return fail("INVALID_FIELD", "a host name has at most 64 bytes").with("field", "hostname")

@@ -68,7 +68,15 @@ type Configure struct {
 	Resolver                 *Resolver
 	SecretEnvironment        []string
 	ReplaceSecretEnvironment bool
+	Hook                     uint32
 }
+
+// When the image's hook is started.
+const (
+	HookAfterRestore uint32 = iota
+	HookLater
+	HookNow
+)
 
 // Type gives the frame type.
 func (*Configure) Type() Type { return TypeConfigure }
@@ -80,6 +88,7 @@ func (m *Configure) fields(c *codec) {
 	message(c, 4, &m.Resolver)
 	c.strs(5, &m.SecretEnvironment)
 	c.bool(6, &m.ReplaceSecretEnvironment)
+	c.u32(7, &m.Hook)
 }
 
 // HostEntry is a line of /etc/hosts.

@@ -43,6 +43,14 @@ type Hibernation struct {
 	Spent bool `json:"spent,omitempty"`
 }
 
+// Claim says who a sandbox that was restored ahead of need was given to. It is written before the sandbox runs.
+type Claim struct {
+	// CommandID is the command's: no other gets the sandbox.
+	CommandID string `json:"command_id"`
+	// Told: the guest has taken its identity, and the sandbox ran after that.
+	Told bool `json:"told,omitempty"`
+}
+
 // Defaults are what a process of the sandbox gets where its caller says nothing: the image's
 // environment with the spec's in it, user and folder. No secret environment.
 type Defaults struct {
@@ -86,6 +94,9 @@ type Sandbox struct {
 
 	Capture     *Capture     `json:"capture,omitempty"`
 	Hibernation *Hibernation `json:"hibernation,omitempty"`
+	// Parked: restored ahead of need, it has stood still since, and its image's hook has not run.
+	Parked bool   `json:"parked,omitempty"`
+	Claim  *Claim `json:"claim,omitempty"`
 
 	StartTime  time.Time     `json:"start_time,omitzero"`
 	ExitCode   *int32        `json:"exit_code,omitempty"`

@@ -11,6 +11,7 @@
 //	intent keep             phase Paused             stands still, and stays so over a restart
 //	intent keep             phase Paused, capture    about to stand still: paused again after a crash
 //	intent keep             phase Resuming           about to run: resumed after a crash
+//	intent keep             phase Resuming, claim not told   about to be given away: resumed after a crash, and its guest told who it is
 //	intent keep             phase Hibernating        being captured: once the artefact is in place, Hibernated; before, as it was
 //	intent keep             phase Hibernated         in its artefact; what else there is of it is let go
 //	intent keep             phase Resuming, and hibernation not spent   being restored: Hibernated again after a crash

@@ -10,6 +10,7 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -270,10 +271,20 @@ func (o *owner) startMain(ctx context.Context, b *build) error {
 	return o.openGuest().StartMain(ctx, *b.main)
 }
 
-func (o *owner) recordRunning(_ context.Context, b *build) error {
+func (o *owner) recordRunning(ctx context.Context, b *build) error {
+	if b.parked {
+		o.stand(true)
+		if err := checkpoint.Halt(ctx, checkpoint.Subject{ID: o.uid, Machine: o.n.Driver, Channel: o.openGuest()}); err != nil {
+			o.stand(false)
+			return err
+		}
+	}
 	rec := o.rec
 	rec.StartQueued, rec.StartService = b.queued, max(o.n.Now().Sub(b.began)-b.queued, 0)
 	rec.Intent, rec.Phase, rec.Hibernation = nodestate.IntentKeep, sandbox.Running, spent(rec.Hibernation)
+	if b.parked {
+		rec.Phase, rec.Parked = sandbox.Paused, true
+	}
 	if err := o.observe(rec); err != nil {
 		return err
 	}

@@ -144,7 +144,19 @@ type Identity struct {
 	Nameservers []string
 	// SecretEnv goes to the main command. Nil leaves what guest init has.
 	SecretEnv map[string]string
+	// Hook says when the image's hook is started.
+	Hook Hook
 }
+
+// Hook is a time for the image's hook.
+type Hook string
+
+// The times: when the uid is another than before; not yet, for a sandbox that is to be claimed; and now, once for the channel's generation.
+const (
+	HookAfterRestore Hook = ""
+	HookAtClaim      Hook = "at-claim"
+	HookNow          Hook = "now"
+)
 
 // MainID is the process id of the main command.
 const MainID = "main"

@@ -103,10 +103,13 @@ func (o *owner) pause(ctx context.Context) error {
 	return errors.Join(err, o.resume(after))
 }
 
-// resume records the intent (phase Resuming), makes the sandbox run and its guest speak, and records that it does. A guest
-// that does not answer is asked again later; the sandbox counts as running.
-func (o *owner) resume(ctx context.Context) error {
-	rec := o.rec
+// resume makes the sandbox run and its guest speak, and records that it does. A guest that does not answer is asked again
+// later; the sandbox counts as running.
+func (o *owner) resume(ctx context.Context) error { return o.resumeAs(ctx, o.rec) }
+
+// resumeAs is resume with a record that says more than the one before: what it says and the intent (phase Resuming) are one write. A guest that
+// is to take a new identity has done so before the sandbox counts as running.
+func (o *owner) resumeAs(ctx context.Context, rec nodestate.Sandbox) error {
 	rec.Phase = sandbox.Resuming
 	if err := o.put(rec); err != nil {
 		return err
@@ -124,12 +127,24 @@ func (o *owner) resume(ctx context.Context) error {
 		return err
 	}
 	rec = o.rec
-	rec.Phase, rec.Capture = sandbox.Running, nil
+	rec.Phase, rec.Capture, rec.Parked = sandbox.Running, nil, false
+	claimed := o.claiming()
+	if claimed {
+		if err := o.tell(after); err != nil {
+			return err
+		}
+		rec.Claim = &nodestate.Claim{CommandID: rec.Claim.CommandID, Told: true}
+	}
 	if err := o.observe(rec); err != nil {
 		return err
 	}
 	if err := o.n.fault("resume.record.after"); err != nil {
 		return err
+	}
+	if claimed { // its channel is open
+		o.watch()
+		o.stand(false)
+		return nil
 	}
 	o.speak(after)
 	return nil

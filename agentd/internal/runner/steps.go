@@ -42,6 +42,8 @@ type build struct {
 	// from is set for a restore.
 	from    *checkpoint.Manifest
 	fromDir string
+	// parked: it is to stand still when it is recorded.
+	parked bool
 }
 
 // steps is how a sandbox is made, and from the last to the first how it is removed.

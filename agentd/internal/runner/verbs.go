@@ -37,6 +37,8 @@ type RestoreRequest struct {
 	Hostname          string
 	// Network is what it may reach; nil is what the snapshot says.
 	Network *NetworkRequest
+	// Parked: it is to stand still until it is claimed.
+	Parked bool
 }
 
 // NetworkRequest is what a sandbox may reach.
@@ -77,6 +79,7 @@ func (n *Node) Restore(ctx context.Context, req RestoreRequest) (nodestate.Sandb
 		if err != nil {
 			return nodestate.Sandbox{}, err
 		}
+		b.parked = req.Parked
 		o.rec = restoredRecord(req, m)
 		o.rec.Created = n.Now().UTC()
 		err = o.create(ctx, b)
@@ -160,6 +163,9 @@ func (o *owner) madeBefore(ctx context.Context, commandID string) (bool, error) 
 // create records the intent, runs the steps, and undoes them if one fails.
 func (o *owner) create(ctx context.Context, b *build) error {
 	b.identity.Hostname = o.rec.Hostname
+	if b.parked {
+		b.identity.Hook = HookAtClaim
+	}
 	last, err := o.n.Store.LastObservation()
 	if err != nil {
 		return err

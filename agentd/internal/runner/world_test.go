@@ -57,6 +57,8 @@ type fakeInit struct {
 	generation uint64
 	quiet      bool
 	identity   Identity
+	named      uint64 // the generation at which it was last told who it is
+	hooks      int    // for claims
 	mains      []Main
 	exit       chan struct{}
 	end        MainExit
@@ -415,9 +417,15 @@ type channel struct {
 }
 
 func (c *channel) Configure(_ context.Context, id Identity) error {
+	if err := c.w.failing("configure"); err != nil {
+		return err
+	}
 	c.w.mu.Lock()
 	defer c.w.mu.Unlock()
-	c.in.identity = id
+	if id.Hook == HookNow && c.in.named != c.in.generation {
+		c.in.hooks++
+	}
+	c.in.identity, c.in.named = id, c.in.generation
 	return nil
 }
 

@@ -204,6 +204,59 @@ func (FrameType) EnumDescriptor() ([]byte, []int) {
 	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{0}
 }
 
+// IdentityHook says when the image's hook is started.
+type IdentityHook int32
+
+const (
+	// When the uid is another than at the last Configure: the sandbox was restored.
+	IdentityHook_IDENTITY_HOOK_UNSPECIFIED IdentityHook = 0
+	// Not now: the sandbox will stand still until somebody claims it.
+	IdentityHook_IDENTITY_HOOK_LATER IdentityHook = 1
+	// Once for the channel's generation, also when the uid is as it was: the sandbox was claimed.
+	IdentityHook_IDENTITY_HOOK_NOW IdentityHook = 2
+)
+
+// Enum value maps for IdentityHook.
+var (
+	IdentityHook_name = map[int32]string{
+		0: "IDENTITY_HOOK_UNSPECIFIED",
+		1: "IDENTITY_HOOK_LATER",
+		2: "IDENTITY_HOOK_NOW",
+	}
+	IdentityHook_value = map[string]int32{
+		"IDENTITY_HOOK_UNSPECIFIED": 0,
+		"IDENTITY_HOOK_LATER":       1,
+		"IDENTITY_HOOK_NOW":         2,
+	}
+)
+
+func (x IdentityHook) Enum() *IdentityHook {
+	p := new(IdentityHook)
+	*p = x
+	return p
+}
+
+func (x IdentityHook) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (IdentityHook) Descriptor() protoreflect.EnumDescriptor {
+	return file_dormouse_guest_v1_guest_proto_enumTypes[1].Descriptor()
+}
+
+func (IdentityHook) Type() protoreflect.EnumType {
+	return &file_dormouse_guest_v1_guest_proto_enumTypes[1]
+}
+
+func (x IdentityHook) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use IdentityHook.Descriptor instead.
+func (IdentityHook) EnumDescriptor() ([]byte, []int) {
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{1}
+}
+
 // StdinMode says what a process reads.
 type StdinMode int32
 
@@ -236,11 +289,11 @@ func (x StdinMode) String() string {
 }
 
 func (StdinMode) Descriptor() protoreflect.EnumDescriptor {
-	return file_dormouse_guest_v1_guest_proto_enumTypes[1].Descriptor()
+	return file_dormouse_guest_v1_guest_proto_enumTypes[2].Descriptor()
 }
 
 func (StdinMode) Type() protoreflect.EnumType {
-	return &file_dormouse_guest_v1_guest_proto_enumTypes[1]
+	return &file_dormouse_guest_v1_guest_proto_enumTypes[2]
 }
 
 func (x StdinMode) Number() protoreflect.EnumNumber {
@@ -249,7 +302,7 @@ func (x StdinMode) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use StdinMode.Descriptor instead.
 func (StdinMode) EnumDescriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{1}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{2}
 }
 
 // OutputStream is one of a process's two outputs.
@@ -286,11 +339,11 @@ func (x OutputStream) String() string {
 }
 
 func (OutputStream) Descriptor() protoreflect.EnumDescriptor {
-	return file_dormouse_guest_v1_guest_proto_enumTypes[2].Descriptor()
+	return file_dormouse_guest_v1_guest_proto_enumTypes[3].Descriptor()
 }
 
 func (OutputStream) Type() protoreflect.EnumType {
-	return &file_dormouse_guest_v1_guest_proto_enumTypes[2]
+	return &file_dormouse_guest_v1_guest_proto_enumTypes[3]
 }
 
 func (x OutputStream) Number() protoreflect.EnumNumber {
@@ -299,7 +352,7 @@ func (x OutputStream) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OutputStream.Descriptor instead.
 func (OutputStream) EnumDescriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{2}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{3}
 }
 
 // OutputFollow says when an output stream ends.
@@ -339,11 +392,11 @@ func (x OutputFollow) String() string {
 }
 
 func (OutputFollow) Descriptor() protoreflect.EnumDescriptor {
-	return file_dormouse_guest_v1_guest_proto_enumTypes[3].Descriptor()
+	return file_dormouse_guest_v1_guest_proto_enumTypes[4].Descriptor()
 }
 
 func (OutputFollow) Type() protoreflect.EnumType {
-	return &file_dormouse_guest_v1_guest_proto_enumTypes[3]
+	return &file_dormouse_guest_v1_guest_proto_enumTypes[4]
 }
 
 func (x OutputFollow) Number() protoreflect.EnumNumber {
@@ -352,7 +405,7 @@ func (x OutputFollow) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OutputFollow.Descriptor instead.
 func (OutputFollow) EnumDescriptor() ([]byte, []int) {
-	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{3}
+	return file_dormouse_guest_v1_guest_proto_rawDescGZIP(), []int{4}
 }
 
 // Hello opens the channel for the generation and key in its frame's header. Every call and stream
@@ -609,8 +662,9 @@ type Configure struct {
 	Resolver *Resolver `protobuf:"bytes,4,opt,name=resolver,proto3" json:"resolver,omitempty"`
 	// Replaces the secret environment, "NAME=value", which only the main command gets. It stays in
 	// guest init's memory.
-	SecretEnvironment        [][]byte `protobuf:"bytes,5,rep,name=secret_environment,json=secretEnvironment,proto3" json:"secret_environment,omitempty"`
-	ReplaceSecretEnvironment bool     `protobuf:"varint,6,opt,name=replace_secret_environment,json=replaceSecretEnvironment,proto3" json:"replace_secret_environment,omitempty"`
+	SecretEnvironment        [][]byte     `protobuf:"bytes,5,rep,name=secret_environment,json=secretEnvironment,proto3" json:"secret_environment,omitempty"`
+	ReplaceSecretEnvironment bool         `protobuf:"varint,6,opt,name=replace_secret_environment,json=replaceSecretEnvironment,proto3" json:"replace_secret_environment,omitempty"`
+	Hook                     IdentityHook `protobuf:"varint,7,opt,name=hook,proto3,enum=dormouse.guest.v1.IdentityHook" json:"hook,omitempty"`
 	unknownFields            protoimpl.UnknownFields
 	sizeCache                protoimpl.SizeCache
 }
@@ -685,6 +739,13 @@ func (x *Configure) GetReplaceSecretEnvironment() bool {
 		return x.ReplaceSecretEnvironment
 	}
 	return false
+}
+
+func (x *Configure) GetHook() IdentityHook {
+	if x != nil {
+		return x.Hook
+	}
+	return IdentityHook_IDENTITY_HOOK_UNSPECIFIED
 }
 
 // HostEntry is a line of /etc/hosts.
@@ -2737,7 +2798,7 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\bRejected\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12-\n" +
-	"\x12current_generation\x18\x03 \x01(\x04R\x11currentGeneration\"\xa2\x02\n" +
+	"\x12current_generation\x18\x03 \x01(\x04R\x11currentGeneration\"\xd7\x02\n" +
 	"\tConfigure\x12\x1a\n" +
 	"\bhostname\x18\x01 \x01(\tR\bhostname\x122\n" +
 	"\x05hosts\x18\x02 \x03(\v2\x1c.dormouse.guest.v1.HostEntryR\x05hosts\x12\x1f\n" +
@@ -2745,7 +2806,8 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"writeHosts\x127\n" +
 	"\bresolver\x18\x04 \x01(\v2\x1b.dormouse.guest.v1.ResolverR\bresolver\x12-\n" +
 	"\x12secret_environment\x18\x05 \x03(\fR\x11secretEnvironment\x12<\n" +
-	"\x1areplace_secret_environment\x18\x06 \x01(\bR\x18replaceSecretEnvironment\";\n" +
+	"\x1areplace_secret_environment\x18\x06 \x01(\bR\x18replaceSecretEnvironment\x123\n" +
+	"\x04hook\x18\a \x01(\x0e2\x1f.dormouse.guest.v1.IdentityHookR\x04hook\";\n" +
 	"\tHostEntry\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x14\n" +
 	"\x05names\x18\x02 \x03(\tR\x05names\"b\n" +
@@ -2924,7 +2986,11 @@ const file_dormouse_guest_v1_guest_proto_rawDesc = "" +
 	"\x11FRAME_TYPE_FORGET\x10/\x12\x18\n" +
 	"\x14FRAME_TYPE_FORGOTTEN\x100\x12\x15\n" +
 	"\x11FRAME_TYPE_RESIZE\x10@\x12\x16\n" +
-	"\x12FRAME_TYPE_RESIZED\x10A*<\n" +
+	"\x12FRAME_TYPE_RESIZED\x10A*]\n" +
+	"\fIdentityHook\x12\x1d\n" +
+	"\x19IDENTITY_HOOK_UNSPECIFIED\x10\x00\x12\x17\n" +
+	"\x13IDENTITY_HOOK_LATER\x10\x01\x12\x15\n" +
+	"\x11IDENTITY_HOOK_NOW\x10\x02*<\n" +
 	"\tStdinMode\x12\x1a\n" +
 	"\x16STDIN_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fSTDIN_MODE_PIPE\x10\x01*a\n" +
@@ -2949,73 +3015,75 @@ func file_dormouse_guest_v1_guest_proto_rawDescGZIP() []byte {
 	return file_dormouse_guest_v1_guest_proto_rawDescData
 }
 
-var file_dormouse_guest_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
+var file_dormouse_guest_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
 var file_dormouse_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
 var file_dormouse_guest_v1_guest_proto_goTypes = []any{
 	(FrameType)(0),      // 0: dormouse.guest.v1.FrameType
-	(StdinMode)(0),      // 1: dormouse.guest.v1.StdinMode
-	(OutputStream)(0),   // 2: dormouse.guest.v1.OutputStream
-	(OutputFollow)(0),   // 3: dormouse.guest.v1.OutputFollow
-	(*Hello)(nil),       // 4: dormouse.guest.v1.Hello
-	(*Welcome)(nil),     // 5: dormouse.guest.v1.Welcome
-	(*Rejected)(nil),    // 6: dormouse.guest.v1.Rejected
-	(*Configure)(nil),   // 7: dormouse.guest.v1.Configure
-	(*HostEntry)(nil),   // 8: dormouse.guest.v1.HostEntry
-	(*Resolver)(nil),    // 9: dormouse.guest.v1.Resolver
-	(*Configured)(nil),  // 10: dormouse.guest.v1.Configured
-	(*Quiesce)(nil),     // 11: dormouse.guest.v1.Quiesce
-	(*Quiesced)(nil),    // 12: dormouse.guest.v1.Quiesced
-	(*Resume)(nil),      // 13: dormouse.guest.v1.Resume
-	(*Resumed)(nil),     // 14: dormouse.guest.v1.Resumed
-	(*Ping)(nil),        // 15: dormouse.guest.v1.Ping
-	(*Pong)(nil),        // 16: dormouse.guest.v1.Pong
-	(*Error)(nil),       // 17: dormouse.guest.v1.Error
-	(*Credit)(nil),      // 18: dormouse.guest.v1.Credit
-	(*StreamClose)(nil), // 19: dormouse.guest.v1.StreamClose
-	(*Tag)(nil),         // 20: dormouse.guest.v1.Tag
-	(*Terminal)(nil),    // 21: dormouse.guest.v1.Terminal
-	(*Start)(nil),       // 22: dormouse.guest.v1.Start
-	(*Started)(nil),     // 23: dormouse.guest.v1.Started
-	(*ProcessInfo)(nil), // 24: dormouse.guest.v1.ProcessInfo
-	(*Exit)(nil),        // 25: dormouse.guest.v1.Exit
-	(*List)(nil),        // 26: dormouse.guest.v1.List
-	(*Listed)(nil),      // 27: dormouse.guest.v1.Listed
-	(*Signal)(nil),      // 28: dormouse.guest.v1.Signal
-	(*Signaled)(nil),    // 29: dormouse.guest.v1.Signaled
-	(*Wait)(nil),        // 30: dormouse.guest.v1.Wait
-	(*Exited)(nil),      // 31: dormouse.guest.v1.Exited
-	(*OutputOpen)(nil),  // 32: dormouse.guest.v1.OutputOpen
-	(*OutputData)(nil),  // 33: dormouse.guest.v1.OutputData
-	(*OutputEnd)(nil),   // 34: dormouse.guest.v1.OutputEnd
-	(*StdinOpen)(nil),   // 35: dormouse.guest.v1.StdinOpen
-	(*StdinData)(nil),   // 36: dormouse.guest.v1.StdinData
-	(*StdinClose)(nil),  // 37: dormouse.guest.v1.StdinClose
-	(*StdinState)(nil),  // 38: dormouse.guest.v1.StdinState
-	(*Forget)(nil),      // 39: dormouse.guest.v1.Forget
-	(*Forgotten)(nil),   // 40: dormouse.guest.v1.Forgotten
-	(*Resize)(nil),      // 41: dormouse.guest.v1.Resize
-	(*Resized)(nil),     // 42: dormouse.guest.v1.Resized
+	(IdentityHook)(0),   // 1: dormouse.guest.v1.IdentityHook
+	(StdinMode)(0),      // 2: dormouse.guest.v1.StdinMode
+	(OutputStream)(0),   // 3: dormouse.guest.v1.OutputStream
+	(OutputFollow)(0),   // 4: dormouse.guest.v1.OutputFollow
+	(*Hello)(nil),       // 5: dormouse.guest.v1.Hello
+	(*Welcome)(nil),     // 6: dormouse.guest.v1.Welcome
+	(*Rejected)(nil),    // 7: dormouse.guest.v1.Rejected
+	(*Configure)(nil),   // 8: dormouse.guest.v1.Configure
+	(*HostEntry)(nil),   // 9: dormouse.guest.v1.HostEntry
+	(*Resolver)(nil),    // 10: dormouse.guest.v1.Resolver
+	(*Configured)(nil),  // 11: dormouse.guest.v1.Configured
+	(*Quiesce)(nil),     // 12: dormouse.guest.v1.Quiesce
+	(*Quiesced)(nil),    // 13: dormouse.guest.v1.Quiesced
+	(*Resume)(nil),      // 14: dormouse.guest.v1.Resume
+	(*Resumed)(nil),     // 15: dormouse.guest.v1.Resumed
+	(*Ping)(nil),        // 16: dormouse.guest.v1.Ping
+	(*Pong)(nil),        // 17: dormouse.guest.v1.Pong
+	(*Error)(nil),       // 18: dormouse.guest.v1.Error
+	(*Credit)(nil),      // 19: dormouse.guest.v1.Credit
+	(*StreamClose)(nil), // 20: dormouse.guest.v1.StreamClose
+	(*Tag)(nil),         // 21: dormouse.guest.v1.Tag
+	(*Terminal)(nil),    // 22: dormouse.guest.v1.Terminal
+	(*Start)(nil),       // 23: dormouse.guest.v1.Start
+	(*Started)(nil),     // 24: dormouse.guest.v1.Started
+	(*ProcessInfo)(nil), // 25: dormouse.guest.v1.ProcessInfo
+	(*Exit)(nil),        // 26: dormouse.guest.v1.Exit
+	(*List)(nil),        // 27: dormouse.guest.v1.List
+	(*Listed)(nil),      // 28: dormouse.guest.v1.Listed
+	(*Signal)(nil),      // 29: dormouse.guest.v1.Signal
+	(*Signaled)(nil),    // 30: dormouse.guest.v1.Signaled
+	(*Wait)(nil),        // 31: dormouse.guest.v1.Wait
+	(*Exited)(nil),      // 32: dormouse.guest.v1.Exited
+	(*OutputOpen)(nil),  // 33: dormouse.guest.v1.OutputOpen
+	(*OutputData)(nil),  // 34: dormouse.guest.v1.OutputData
+	(*OutputEnd)(nil),   // 35: dormouse.guest.v1.OutputEnd
+	(*StdinOpen)(nil),   // 36: dormouse.guest.v1.StdinOpen
+	(*StdinData)(nil),   // 37: dormouse.guest.v1.StdinData
+	(*StdinClose)(nil),  // 38: dormouse.guest.v1.StdinClose
+	(*StdinState)(nil),  // 39: dormouse.guest.v1.StdinState
+	(*Forget)(nil),      // 40: dormouse.guest.v1.Forget
+	(*Forgotten)(nil),   // 41: dormouse.guest.v1.Forgotten
+	(*Resize)(nil),      // 42: dormouse.guest.v1.Resize
+	(*Resized)(nil),     // 43: dormouse.guest.v1.Resized
 }
 var file_dormouse_guest_v1_guest_proto_depIdxs = []int32{
-	8,  // 0: dormouse.guest.v1.Configure.hosts:type_name -> dormouse.guest.v1.HostEntry
-	9,  // 1: dormouse.guest.v1.Configure.resolver:type_name -> dormouse.guest.v1.Resolver
-	1,  // 2: dormouse.guest.v1.Start.stdin:type_name -> dormouse.guest.v1.StdinMode
-	20, // 3: dormouse.guest.v1.Start.tags:type_name -> dormouse.guest.v1.Tag
-	21, // 4: dormouse.guest.v1.Start.terminal:type_name -> dormouse.guest.v1.Terminal
-	24, // 5: dormouse.guest.v1.Started.process:type_name -> dormouse.guest.v1.ProcessInfo
-	20, // 6: dormouse.guest.v1.ProcessInfo.tags:type_name -> dormouse.guest.v1.Tag
-	25, // 7: dormouse.guest.v1.ProcessInfo.exit:type_name -> dormouse.guest.v1.Exit
-	21, // 8: dormouse.guest.v1.ProcessInfo.terminal:type_name -> dormouse.guest.v1.Terminal
-	24, // 9: dormouse.guest.v1.Listed.processes:type_name -> dormouse.guest.v1.ProcessInfo
-	25, // 10: dormouse.guest.v1.Exited.exit:type_name -> dormouse.guest.v1.Exit
-	2,  // 11: dormouse.guest.v1.OutputOpen.output:type_name -> dormouse.guest.v1.OutputStream
-	3,  // 12: dormouse.guest.v1.OutputOpen.follow:type_name -> dormouse.guest.v1.OutputFollow
-	21, // 13: dormouse.guest.v1.Resize.terminal:type_name -> dormouse.guest.v1.Terminal
-	14, // [14:14] is the sub-list for method output_type
-	14, // [14:14] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	9,  // 0: dormouse.guest.v1.Configure.hosts:type_name -> dormouse.guest.v1.HostEntry
+	10, // 1: dormouse.guest.v1.Configure.resolver:type_name -> dormouse.guest.v1.Resolver
+	1,  // 2: dormouse.guest.v1.Configure.hook:type_name -> dormouse.guest.v1.IdentityHook
+	2,  // 3: dormouse.guest.v1.Start.stdin:type_name -> dormouse.guest.v1.StdinMode
+	21, // 4: dormouse.guest.v1.Start.tags:type_name -> dormouse.guest.v1.Tag
+	22, // 5: dormouse.guest.v1.Start.terminal:type_name -> dormouse.guest.v1.Terminal
+	25, // 6: dormouse.guest.v1.Started.process:type_name -> dormouse.guest.v1.ProcessInfo
+	21, // 7: dormouse.guest.v1.ProcessInfo.tags:type_name -> dormouse.guest.v1.Tag
+	26, // 8: dormouse.guest.v1.ProcessInfo.exit:type_name -> dormouse.guest.v1.Exit
+	22, // 9: dormouse.guest.v1.ProcessInfo.terminal:type_name -> dormouse.guest.v1.Terminal
+	25, // 10: dormouse.guest.v1.Listed.processes:type_name -> dormouse.guest.v1.ProcessInfo
+	26, // 11: dormouse.guest.v1.Exited.exit:type_name -> dormouse.guest.v1.Exit
+	3,  // 12: dormouse.guest.v1.OutputOpen.output:type_name -> dormouse.guest.v1.OutputStream
+	4,  // 13: dormouse.guest.v1.OutputOpen.follow:type_name -> dormouse.guest.v1.OutputFollow
+	22, // 14: dormouse.guest.v1.Resize.terminal:type_name -> dormouse.guest.v1.Terminal
+	15, // [15:15] is the sub-list for method output_type
+	15, // [15:15] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_guest_v1_guest_proto_init() }
@@ -3028,7 +3096,7 @@ func file_dormouse_guest_v1_guest_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_guest_v1_guest_proto_rawDesc), len(file_dormouse_guest_v1_guest_proto_rawDesc)),
-			NumEnums:      4,
+			NumEnums:      5,
 			NumMessages:   39,
 			NumExtensions: 0,
 			NumServices:   0,

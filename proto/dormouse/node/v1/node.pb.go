@@ -468,7 +468,9 @@ type RestoreSandboxRequest struct {
 	Volumes  []*RestoreVolume `protobuf:"bytes,6,rep,name=volumes,proto3" json:"volumes,omitempty"`
 	Hostname string           `protobuf:"bytes,7,opt,name=hostname,proto3" json:"hostname,omitempty"`
 	// In place of the snapshot's; left out: the snapshot's.
-	Network       *RestoreNetwork `protobuf:"bytes,8,opt,name=network,proto3" json:"network,omitempty"`
+	Network *RestoreNetwork `protobuf:"bytes,8,opt,name=network,proto3" json:"network,omitempty"`
+	// It stands still when it is reported, Paused, and its image's hook waits for ClaimSandbox.
+	Parked        bool `protobuf:"varint,9,opt,name=parked,proto3" json:"parked,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -557,6 +559,13 @@ func (x *RestoreSandboxRequest) GetNetwork() *RestoreNetwork {
 		return x.Network
 	}
 	return nil
+}
+
+func (x *RestoreSandboxRequest) GetParked() bool {
+	if x != nil {
+		return x.Parked
+	}
+	return false
 }
 
 // RestoreNetwork is what a restored sandbox may reach.
@@ -1312,6 +1321,136 @@ func (x *ResumeSandboxResponse) GetSandbox() *SandboxObservation {
 	return nil
 }
 
+type ClaimSandboxRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Command *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
+	Uid     string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// In place of what it had. The host name follows from hostname, name and uid as at a restore.
+	Name       string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	Generation int64  `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
+	Hostname   string `protobuf:"bytes,5,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	// Added to the environment of the processes that are started from now on; a name that is there gets the new value.
+	Env           map[string]string `protobuf:"bytes,6,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimSandboxRequest) Reset() {
+	*x = ClaimSandboxRequest{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimSandboxRequest) ProtoMessage() {}
+
+func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ClaimSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *ClaimSandboxRequest) GetCommand() *Command {
+	if x != nil {
+		return x.Command
+	}
+	return nil
+}
+
+func (x *ClaimSandboxRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetGeneration() int64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *ClaimSandboxRequest) GetHostname() string {
+	if x != nil {
+		return x.Hostname
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetEnv() map[string]string {
+	if x != nil {
+		return x.Env
+	}
+	return nil
+}
+
+type ClaimSandboxResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox       *SandboxObservation    `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimSandboxResponse) Reset() {
+	*x = ClaimSandboxResponse{}
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimSandboxResponse) ProtoMessage() {}
+
+func (x *ClaimSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ClaimSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *ClaimSandboxResponse) GetSandbox() *SandboxObservation {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
 type UpdateSandboxRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Command *Command               `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
@@ -1326,7 +1465,7 @@ type UpdateSandboxRequest struct {
 
 func (x *UpdateSandboxRequest) Reset() {
 	*x = UpdateSandboxRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1338,7 +1477,7 @@ func (x *UpdateSandboxRequest) String() string {
 func (*UpdateSandboxRequest) ProtoMessage() {}
 
 func (x *UpdateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[19]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1351,7 +1490,7 @@ func (x *UpdateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*UpdateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *UpdateSandboxRequest) GetCommand() *Command {
@@ -1391,7 +1530,7 @@ type UpdateSandboxResponse struct {
 
 func (x *UpdateSandboxResponse) Reset() {
 	*x = UpdateSandboxResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1403,7 +1542,7 @@ func (x *UpdateSandboxResponse) String() string {
 func (*UpdateSandboxResponse) ProtoMessage() {}
 
 func (x *UpdateSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[20]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1416,7 +1555,7 @@ func (x *UpdateSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateSandboxResponse.ProtoReflect.Descriptor instead.
 func (*UpdateSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *UpdateSandboxResponse) GetSandbox() *SandboxObservation {
@@ -1436,7 +1575,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1448,7 +1587,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[21]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1461,7 +1600,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DeleteSnapshotRequest) GetCommand() *Command {
@@ -1486,7 +1625,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1498,7 +1637,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[22]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1511,7 +1650,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
 }
 
 type CreateVolumeRequest struct {
@@ -1529,7 +1668,7 @@ type CreateVolumeRequest struct {
 
 func (x *CreateVolumeRequest) Reset() {
 	*x = CreateVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1541,7 +1680,7 @@ func (x *CreateVolumeRequest) String() string {
 func (*CreateVolumeRequest) ProtoMessage() {}
 
 func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[23]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1554,7 +1693,7 @@ func (x *CreateVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeRequest.ProtoReflect.Descriptor instead.
 func (*CreateVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CreateVolumeRequest) GetCommand() *Command {
@@ -1601,7 +1740,7 @@ type CreateVolumeResponse struct {
 
 func (x *CreateVolumeResponse) Reset() {
 	*x = CreateVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1613,7 +1752,7 @@ func (x *CreateVolumeResponse) String() string {
 func (*CreateVolumeResponse) ProtoMessage() {}
 
 func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[24]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1626,7 +1765,7 @@ func (x *CreateVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateVolumeResponse.ProtoReflect.Descriptor instead.
 func (*CreateVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CreateVolumeResponse) GetVolume() *VolumeObservation {
@@ -1648,7 +1787,7 @@ type VolumeObservation struct {
 
 func (x *VolumeObservation) Reset() {
 	*x = VolumeObservation{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1660,7 +1799,7 @@ func (x *VolumeObservation) String() string {
 func (*VolumeObservation) ProtoMessage() {}
 
 func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[25]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1673,7 +1812,7 @@ func (x *VolumeObservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeObservation.ProtoReflect.Descriptor instead.
 func (*VolumeObservation) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *VolumeObservation) GetUid() string {
@@ -1714,7 +1853,7 @@ type DeleteVolumeRequest struct {
 
 func (x *DeleteVolumeRequest) Reset() {
 	*x = DeleteVolumeRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1726,7 +1865,7 @@ func (x *DeleteVolumeRequest) String() string {
 func (*DeleteVolumeRequest) ProtoMessage() {}
 
 func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[26]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1739,7 +1878,7 @@ func (x *DeleteVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeRequest.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *DeleteVolumeRequest) GetCommand() *Command {
@@ -1764,7 +1903,7 @@ type DeleteVolumeResponse struct {
 
 func (x *DeleteVolumeResponse) Reset() {
 	*x = DeleteVolumeResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1776,7 +1915,7 @@ func (x *DeleteVolumeResponse) String() string {
 func (*DeleteVolumeResponse) ProtoMessage() {}
 
 func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[27]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1789,7 +1928,7 @@ func (x *DeleteVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteVolumeResponse.ProtoReflect.Descriptor instead.
 func (*DeleteVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
 }
 
 type PullImageRequest struct {
@@ -1802,7 +1941,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1814,7 +1953,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[28]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1827,7 +1966,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{28}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PullImageRequest) GetCommand() *Command {
@@ -1857,7 +1996,7 @@ type PullImageResponse struct {
 
 func (x *PullImageResponse) Reset() {
 	*x = PullImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1869,7 +2008,7 @@ func (x *PullImageResponse) String() string {
 func (*PullImageResponse) ProtoMessage() {}
 
 func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[29]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1882,7 +2021,7 @@ func (x *PullImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageResponse.ProtoReflect.Descriptor instead.
 func (*PullImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{29}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PullImageResponse) GetEvent() isPullImageResponse_Event {
@@ -1936,7 +2075,7 @@ type RemoveImageRequest struct {
 
 func (x *RemoveImageRequest) Reset() {
 	*x = RemoveImageRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1948,7 +2087,7 @@ func (x *RemoveImageRequest) String() string {
 func (*RemoveImageRequest) ProtoMessage() {}
 
 func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[30]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1961,7 +2100,7 @@ func (x *RemoveImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageRequest.ProtoReflect.Descriptor instead.
 func (*RemoveImageRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{30}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *RemoveImageRequest) GetCommand() *Command {
@@ -1986,7 +2125,7 @@ type RemoveImageResponse struct {
 
 func (x *RemoveImageResponse) Reset() {
 	*x = RemoveImageResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1998,7 +2137,7 @@ func (x *RemoveImageResponse) String() string {
 func (*RemoveImageResponse) ProtoMessage() {}
 
 func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[31]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2011,7 +2150,7 @@ func (x *RemoveImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveImageResponse.ProtoReflect.Descriptor instead.
 func (*RemoveImageResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{31}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
 }
 
 type GetSandboxNetworkRequest struct {
@@ -2024,7 +2163,7 @@ type GetSandboxNetworkRequest struct {
 
 func (x *GetSandboxNetworkRequest) Reset() {
 	*x = GetSandboxNetworkRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2036,7 +2175,7 @@ func (x *GetSandboxNetworkRequest) String() string {
 func (*GetSandboxNetworkRequest) ProtoMessage() {}
 
 func (x *GetSandboxNetworkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[32]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2049,7 +2188,7 @@ func (x *GetSandboxNetworkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxNetworkRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxNetworkRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{32}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *GetSandboxNetworkRequest) GetTenant() string {
@@ -2075,7 +2214,7 @@ type GetSandboxNetworkResponse struct {
 
 func (x *GetSandboxNetworkResponse) Reset() {
 	*x = GetSandboxNetworkResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2087,7 +2226,7 @@ func (x *GetSandboxNetworkResponse) String() string {
 func (*GetSandboxNetworkResponse) ProtoMessage() {}
 
 func (x *GetSandboxNetworkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[33]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2100,7 +2239,7 @@ func (x *GetSandboxNetworkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxNetworkResponse.ProtoReflect.Descriptor instead.
 func (*GetSandboxNetworkResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{33}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *GetSandboxNetworkResponse) GetNetwork() *v1.SandboxNetwork {
@@ -2122,7 +2261,7 @@ type GetInventoryRequest struct {
 
 func (x *GetInventoryRequest) Reset() {
 	*x = GetInventoryRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2134,7 +2273,7 @@ func (x *GetInventoryRequest) String() string {
 func (*GetInventoryRequest) ProtoMessage() {}
 
 func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[34]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2147,7 +2286,7 @@ func (x *GetInventoryRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryRequest.ProtoReflect.Descriptor instead.
 func (*GetInventoryRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{34}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *GetInventoryRequest) GetAfter() string {
@@ -2182,7 +2321,7 @@ type GetInventoryResponse struct {
 
 func (x *GetInventoryResponse) Reset() {
 	*x = GetInventoryResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2194,7 +2333,7 @@ func (x *GetInventoryResponse) String() string {
 func (*GetInventoryResponse) ProtoMessage() {}
 
 func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[35]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2207,7 +2346,7 @@ func (x *GetInventoryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetInventoryResponse.ProtoReflect.Descriptor instead.
 func (*GetInventoryResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{35}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *GetInventoryResponse) GetSandboxes() []*SandboxObservation {
@@ -2263,7 +2402,7 @@ type SandboxUse struct {
 
 func (x *SandboxUse) Reset() {
 	*x = SandboxUse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2275,7 +2414,7 @@ func (x *SandboxUse) String() string {
 func (*SandboxUse) ProtoMessage() {}
 
 func (x *SandboxUse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[36]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2288,7 +2427,7 @@ func (x *SandboxUse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxUse.ProtoReflect.Descriptor instead.
 func (*SandboxUse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{36}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *SandboxUse) GetUid() string {
@@ -2344,7 +2483,7 @@ type Hello struct {
 
 func (x *Hello) Reset() {
 	*x = Hello{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2356,7 +2495,7 @@ func (x *Hello) String() string {
 func (*Hello) ProtoMessage() {}
 
 func (x *Hello) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[37]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2369,7 +2508,7 @@ func (x *Hello) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hello.ProtoReflect.Descriptor instead.
 func (*Hello) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{37}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Hello) GetNode() string {
@@ -2518,7 +2657,7 @@ type CatalogPoint struct {
 
 func (x *CatalogPoint) Reset() {
 	*x = CatalogPoint{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2530,7 +2669,7 @@ func (x *CatalogPoint) String() string {
 func (*CatalogPoint) ProtoMessage() {}
 
 func (x *CatalogPoint) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[38]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2543,7 +2682,7 @@ func (x *CatalogPoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogPoint.ProtoReflect.Descriptor instead.
 func (*CatalogPoint) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{38}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *CatalogPoint) GetIncarnation() string {
@@ -2593,7 +2732,7 @@ type JournalEntry struct {
 
 func (x *JournalEntry) Reset() {
 	*x = JournalEntry{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2605,7 +2744,7 @@ func (x *JournalEntry) String() string {
 func (*JournalEntry) ProtoMessage() {}
 
 func (x *JournalEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[39]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2618,7 +2757,7 @@ func (x *JournalEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JournalEntry.ProtoReflect.Descriptor instead.
 func (*JournalEntry) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{39}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *JournalEntry) GetTenant() string {
@@ -2732,7 +2871,7 @@ type JournalReference struct {
 
 func (x *JournalReference) Reset() {
 	*x = JournalReference{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2744,7 +2883,7 @@ func (x *JournalReference) String() string {
 func (*JournalReference) ProtoMessage() {}
 
 func (x *JournalReference) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[40]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2757,7 +2896,7 @@ func (x *JournalReference) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JournalReference.ProtoReflect.Descriptor instead.
 func (*JournalReference) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{40}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *JournalReference) GetTenant() string {
@@ -2807,7 +2946,7 @@ type Journal struct {
 
 func (x *Journal) Reset() {
 	*x = Journal{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2819,7 +2958,7 @@ func (x *Journal) String() string {
 func (*Journal) ProtoMessage() {}
 
 func (x *Journal) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[41]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2832,7 +2971,7 @@ func (x *Journal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Journal.ProtoReflect.Descriptor instead.
 func (*Journal) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{41}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Journal) GetId() uint64 {
@@ -2893,7 +3032,7 @@ type JournalAck struct {
 
 func (x *JournalAck) Reset() {
 	*x = JournalAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2905,7 +3044,7 @@ func (x *JournalAck) String() string {
 func (*JournalAck) ProtoMessage() {}
 
 func (x *JournalAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[42]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2918,7 +3057,7 @@ func (x *JournalAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JournalAck.ProtoReflect.Descriptor instead.
 func (*JournalAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{42}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *JournalAck) GetId() uint64 {
@@ -2942,7 +3081,7 @@ type ReadJournalRequest struct {
 
 func (x *ReadJournalRequest) Reset() {
 	*x = ReadJournalRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2954,7 +3093,7 @@ func (x *ReadJournalRequest) String() string {
 func (*ReadJournalRequest) ProtoMessage() {}
 
 func (x *ReadJournalRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[43]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2967,7 +3106,7 @@ func (x *ReadJournalRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadJournalRequest.ProtoReflect.Descriptor instead.
 func (*ReadJournalRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{43}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ReadJournalRequest) GetAfter() string {
@@ -3002,7 +3141,7 @@ type ReadJournalResponse struct {
 
 func (x *ReadJournalResponse) Reset() {
 	*x = ReadJournalResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3014,7 +3153,7 @@ func (x *ReadJournalResponse) String() string {
 func (*ReadJournalResponse) ProtoMessage() {}
 
 func (x *ReadJournalResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[44]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3027,7 +3166,7 @@ func (x *ReadJournalResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadJournalResponse.ProtoReflect.Descriptor instead.
 func (*ReadJournalResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{44}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ReadJournalResponse) GetEntries() []*JournalEntry {
@@ -3061,7 +3200,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3073,7 +3212,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[45]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3086,7 +3225,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{45}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *Heartbeat) GetProblems() map[string]string {
@@ -3142,7 +3281,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[46]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3154,7 +3293,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[46]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3167,7 +3306,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{46}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *Report) GetId() uint64 {
@@ -3199,7 +3338,7 @@ type SessionRequest struct {
 
 func (x *SessionRequest) Reset() {
 	*x = SessionRequest{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[47]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3211,7 +3350,7 @@ func (x *SessionRequest) String() string {
 func (*SessionRequest) ProtoMessage() {}
 
 func (x *SessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[47]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3224,7 +3363,7 @@ func (x *SessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionRequest.ProtoReflect.Descriptor instead.
 func (*SessionRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{47}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *SessionRequest) GetMessage() isSessionRequest_Message {
@@ -3312,7 +3451,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[48]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3324,7 +3463,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[48]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3337,7 +3476,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{48}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *Welcome) GetSessionEpoch() uint64 {
@@ -3380,7 +3519,7 @@ type TicketKey struct {
 
 func (x *TicketKey) Reset() {
 	*x = TicketKey{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[49]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3392,7 +3531,7 @@ func (x *TicketKey) String() string {
 func (*TicketKey) ProtoMessage() {}
 
 func (x *TicketKey) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[49]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3405,7 +3544,7 @@ func (x *TicketKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TicketKey.ProtoReflect.Descriptor instead.
 func (*TicketKey) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{49}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *TicketKey) GetId() string {
@@ -3431,7 +3570,7 @@ type HeartbeatAck struct {
 
 func (x *HeartbeatAck) Reset() {
 	*x = HeartbeatAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[50]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3443,7 +3582,7 @@ func (x *HeartbeatAck) String() string {
 func (*HeartbeatAck) ProtoMessage() {}
 
 func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[50]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3456,7 +3595,7 @@ func (x *HeartbeatAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HeartbeatAck.ProtoReflect.Descriptor instead.
 func (*HeartbeatAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{50}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *HeartbeatAck) GetTicketKeys() []*TicketKey {
@@ -3477,7 +3616,7 @@ type ReportAck struct {
 
 func (x *ReportAck) Reset() {
 	*x = ReportAck{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[51]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3489,7 +3628,7 @@ func (x *ReportAck) String() string {
 func (*ReportAck) ProtoMessage() {}
 
 func (x *ReportAck) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[51]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3502,7 +3641,7 @@ func (x *ReportAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportAck.ProtoReflect.Descriptor instead.
 func (*ReportAck) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{51}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *ReportAck) GetId() uint64 {
@@ -3534,7 +3673,7 @@ type SessionResponse struct {
 
 func (x *SessionResponse) Reset() {
 	*x = SessionResponse{}
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[52]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3546,7 +3685,7 @@ func (x *SessionResponse) String() string {
 func (*SessionResponse) ProtoMessage() {}
 
 func (x *SessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_node_v1_node_proto_msgTypes[52]
+	mi := &file_dormouse_node_v1_node_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3559,7 +3698,7 @@ func (x *SessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionResponse.ProtoReflect.Descriptor instead.
 func (*SessionResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{52}
+	return file_dormouse_node_v1_node_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *SessionResponse) GetMessage() isSessionResponse_Message {
@@ -3686,7 +3825,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1d\n" +
 	"\n" +
 	"volume_uid\x18\x02 \x01(\tR\tvolumeUid\x12\x1b\n" +
-	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xc8\x02\n" +
+	"\tread_only\x18\x03 \x01(\bR\breadOnly\"\xe0\x02\n" +
 	"\x15RestoreSandboxRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x12\n" +
@@ -3697,7 +3836,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\fsnapshot_uid\x18\x05 \x01(\tR\vsnapshotUid\x129\n" +
 	"\avolumes\x18\x06 \x03(\v2\x1f.dormouse.node.v1.RestoreVolumeR\avolumes\x12\x1a\n" +
 	"\bhostname\x18\a \x01(\tR\bhostname\x12:\n" +
-	"\anetwork\x18\b \x01(\v2 .dormouse.node.v1.RestoreNetworkR\anetwork\"C\n" +
+	"\anetwork\x18\b \x01(\v2 .dormouse.node.v1.RestoreNetworkR\anetwork\x12\x16\n" +
+	"\x06parked\x18\t \x01(\bR\x06parked\"C\n" +
 	"\x0eRestoreNetwork\x121\n" +
 	"\x06egress\x18\x01 \x01(\v2\x19.dormouse.v1.EgressPolicyR\x06egress\"X\n" +
 	"\x16RestoreSandboxResponse\x12>\n" +
@@ -3748,6 +3888,20 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"W\n" +
 	"\x15ResumeSandboxResponse\x12>\n" +
+	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xa6\x02\n" +
+	"\x13ClaimSandboxRequest\x123\n" +
+	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x04 \x01(\x03R\n" +
+	"generation\x12\x1a\n" +
+	"\bhostname\x18\x05 \x01(\tR\bhostname\x12@\n" +
+	"\x03env\x18\x06 \x03(\v2..dormouse.node.v1.ClaimSandboxRequest.EnvEntryR\x03env\x1a6\n" +
+	"\bEnvEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"V\n" +
+	"\x14ClaimSandboxResponse\x12>\n" +
 	"\asandbox\x18\x01 \x01(\v2$.dormouse.node.v1.SandboxObservationR\asandbox\"\xb0\x01\n" +
 	"\x14UpdateSandboxRequest\x123\n" +
 	"\acommand\x18\x01 \x01(\v2\x19.dormouse.node.v1.CommandR\acommand\x12\x10\n" +
@@ -3926,7 +4080,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\n" +
 	"report_ack\x18\x03 \x01(\v2\x1b.dormouse.node.v1.ReportAckH\x00R\treportAck\x125\n" +
 	"\ajournal\x18\x04 \x01(\v2\x19.dormouse.node.v1.JournalH\x00R\ajournalB\t\n" +
-	"\amessage2\xb0\f\n" +
+	"\amessage2\x8f\r\n" +
 	"\fAgentService\x12]\n" +
 	"\fStartSandbox\x12%.dormouse.node.v1.StartSandboxRequest\x1a&.dormouse.node.v1.StartSandboxResponse\x12c\n" +
 	"\x0eRestoreSandbox\x12'.dormouse.node.v1.RestoreSandboxRequest\x1a(.dormouse.node.v1.RestoreSandboxResponse\x12`\n" +
@@ -3934,7 +4088,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\x11CheckpointSandbox\x12*.dormouse.node.v1.CheckpointSandboxRequest\x1a+.dormouse.node.v1.CheckpointSandboxResponse\x12]\n" +
 	"\fPauseSandbox\x12%.dormouse.node.v1.PauseSandboxRequest\x1a&.dormouse.node.v1.PauseSandboxResponse\x12i\n" +
 	"\x10HibernateSandbox\x12).dormouse.node.v1.HibernateSandboxRequest\x1a*.dormouse.node.v1.HibernateSandboxResponse\x12`\n" +
-	"\rResumeSandbox\x12&.dormouse.node.v1.ResumeSandboxRequest\x1a'.dormouse.node.v1.ResumeSandboxResponse\x12`\n" +
+	"\rResumeSandbox\x12&.dormouse.node.v1.ResumeSandboxRequest\x1a'.dormouse.node.v1.ResumeSandboxResponse\x12]\n" +
+	"\fClaimSandbox\x12%.dormouse.node.v1.ClaimSandboxRequest\x1a&.dormouse.node.v1.ClaimSandboxResponse\x12`\n" +
 	"\rUpdateSandbox\x12&.dormouse.node.v1.UpdateSandboxRequest\x1a'.dormouse.node.v1.UpdateSandboxResponse\x12c\n" +
 	"\x0eDeleteSnapshot\x12'.dormouse.node.v1.DeleteSnapshotRequest\x1a(.dormouse.node.v1.DeleteSnapshotResponse\x12]\n" +
 	"\fCreateVolume\x12%.dormouse.node.v1.CreateVolumeRequest\x1a&.dormouse.node.v1.CreateVolumeResponse\x12]\n" +
@@ -3959,7 +4114,7 @@ func file_dormouse_node_v1_node_proto_rawDescGZIP() []byte {
 	return file_dormouse_node_v1_node_proto_rawDescData
 }
 
-var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 57)
+var file_dormouse_node_v1_node_proto_msgTypes = make([]protoimpl.MessageInfo, 60)
 var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*Command)(nil),                   // 0: dormouse.node.v1.Command
 	(*StartSandboxRequest)(nil),       // 1: dormouse.node.v1.StartSandboxRequest
@@ -3980,181 +4135,189 @@ var file_dormouse_node_v1_node_proto_goTypes = []any{
 	(*HibernateSandboxResponse)(nil),  // 16: dormouse.node.v1.HibernateSandboxResponse
 	(*ResumeSandboxRequest)(nil),      // 17: dormouse.node.v1.ResumeSandboxRequest
 	(*ResumeSandboxResponse)(nil),     // 18: dormouse.node.v1.ResumeSandboxResponse
-	(*UpdateSandboxRequest)(nil),      // 19: dormouse.node.v1.UpdateSandboxRequest
-	(*UpdateSandboxResponse)(nil),     // 20: dormouse.node.v1.UpdateSandboxResponse
-	(*DeleteSnapshotRequest)(nil),     // 21: dormouse.node.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),    // 22: dormouse.node.v1.DeleteSnapshotResponse
-	(*CreateVolumeRequest)(nil),       // 23: dormouse.node.v1.CreateVolumeRequest
-	(*CreateVolumeResponse)(nil),      // 24: dormouse.node.v1.CreateVolumeResponse
-	(*VolumeObservation)(nil),         // 25: dormouse.node.v1.VolumeObservation
-	(*DeleteVolumeRequest)(nil),       // 26: dormouse.node.v1.DeleteVolumeRequest
-	(*DeleteVolumeResponse)(nil),      // 27: dormouse.node.v1.DeleteVolumeResponse
-	(*PullImageRequest)(nil),          // 28: dormouse.node.v1.PullImageRequest
-	(*PullImageResponse)(nil),         // 29: dormouse.node.v1.PullImageResponse
-	(*RemoveImageRequest)(nil),        // 30: dormouse.node.v1.RemoveImageRequest
-	(*RemoveImageResponse)(nil),       // 31: dormouse.node.v1.RemoveImageResponse
-	(*GetSandboxNetworkRequest)(nil),  // 32: dormouse.node.v1.GetSandboxNetworkRequest
-	(*GetSandboxNetworkResponse)(nil), // 33: dormouse.node.v1.GetSandboxNetworkResponse
-	(*GetInventoryRequest)(nil),       // 34: dormouse.node.v1.GetInventoryRequest
-	(*GetInventoryResponse)(nil),      // 35: dormouse.node.v1.GetInventoryResponse
-	(*SandboxUse)(nil),                // 36: dormouse.node.v1.SandboxUse
-	(*Hello)(nil),                     // 37: dormouse.node.v1.Hello
-	(*CatalogPoint)(nil),              // 38: dormouse.node.v1.CatalogPoint
-	(*JournalEntry)(nil),              // 39: dormouse.node.v1.JournalEntry
-	(*JournalReference)(nil),          // 40: dormouse.node.v1.JournalReference
-	(*Journal)(nil),                   // 41: dormouse.node.v1.Journal
-	(*JournalAck)(nil),                // 42: dormouse.node.v1.JournalAck
-	(*ReadJournalRequest)(nil),        // 43: dormouse.node.v1.ReadJournalRequest
-	(*ReadJournalResponse)(nil),       // 44: dormouse.node.v1.ReadJournalResponse
-	(*Heartbeat)(nil),                 // 45: dormouse.node.v1.Heartbeat
-	(*Report)(nil),                    // 46: dormouse.node.v1.Report
-	(*SessionRequest)(nil),            // 47: dormouse.node.v1.SessionRequest
-	(*Welcome)(nil),                   // 48: dormouse.node.v1.Welcome
-	(*TicketKey)(nil),                 // 49: dormouse.node.v1.TicketKey
-	(*HeartbeatAck)(nil),              // 50: dormouse.node.v1.HeartbeatAck
-	(*ReportAck)(nil),                 // 51: dormouse.node.v1.ReportAck
-	(*SessionResponse)(nil),           // 52: dormouse.node.v1.SessionResponse
-	nil,                               // 53: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	nil,                               // 54: dormouse.node.v1.Hello.LabelsEntry
-	nil,                               // 55: dormouse.node.v1.Heartbeat.ProblemsEntry
-	nil,                               // 56: dormouse.node.v1.Heartbeat.NoticesEntry
-	(*v1.SandboxSpec)(nil),            // 57: dormouse.v1.SandboxSpec
-	(v1.SandboxPhase)(0),              // 58: dormouse.v1.SandboxPhase
-	(*timestamppb.Timestamp)(nil),     // 59: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),       // 60: google.protobuf.Duration
-	(*v1.EgressPolicy)(nil),           // 61: dormouse.v1.EgressPolicy
-	(*v1.VolumeReference)(nil),        // 62: dormouse.v1.VolumeReference
-	(*v1.SnapshotFile)(nil),           // 63: dormouse.v1.SnapshotFile
-	(*v1.PullProgress)(nil),           // 64: dormouse.v1.PullProgress
-	(*v1.Image)(nil),                  // 65: dormouse.v1.Image
-	(*v1.SandboxNetwork)(nil),         // 66: dormouse.v1.SandboxNetwork
-	(*v1.NodeResources)(nil),          // 67: dormouse.v1.NodeResources
-	(v1.NetworkMode)(0),               // 68: dormouse.v1.NetworkMode
-	(*v1.NodeMemory)(nil),             // 69: dormouse.v1.NodeMemory
-	(*v1.Error)(nil),                  // 70: dormouse.v1.Error
+	(*ClaimSandboxRequest)(nil),       // 19: dormouse.node.v1.ClaimSandboxRequest
+	(*ClaimSandboxResponse)(nil),      // 20: dormouse.node.v1.ClaimSandboxResponse
+	(*UpdateSandboxRequest)(nil),      // 21: dormouse.node.v1.UpdateSandboxRequest
+	(*UpdateSandboxResponse)(nil),     // 22: dormouse.node.v1.UpdateSandboxResponse
+	(*DeleteSnapshotRequest)(nil),     // 23: dormouse.node.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),    // 24: dormouse.node.v1.DeleteSnapshotResponse
+	(*CreateVolumeRequest)(nil),       // 25: dormouse.node.v1.CreateVolumeRequest
+	(*CreateVolumeResponse)(nil),      // 26: dormouse.node.v1.CreateVolumeResponse
+	(*VolumeObservation)(nil),         // 27: dormouse.node.v1.VolumeObservation
+	(*DeleteVolumeRequest)(nil),       // 28: dormouse.node.v1.DeleteVolumeRequest
+	(*DeleteVolumeResponse)(nil),      // 29: dormouse.node.v1.DeleteVolumeResponse
+	(*PullImageRequest)(nil),          // 30: dormouse.node.v1.PullImageRequest
+	(*PullImageResponse)(nil),         // 31: dormouse.node.v1.PullImageResponse
+	(*RemoveImageRequest)(nil),        // 32: dormouse.node.v1.RemoveImageRequest
+	(*RemoveImageResponse)(nil),       // 33: dormouse.node.v1.RemoveImageResponse
+	(*GetSandboxNetworkRequest)(nil),  // 34: dormouse.node.v1.GetSandboxNetworkRequest
+	(*GetSandboxNetworkResponse)(nil), // 35: dormouse.node.v1.GetSandboxNetworkResponse
+	(*GetInventoryRequest)(nil),       // 36: dormouse.node.v1.GetInventoryRequest
+	(*GetInventoryResponse)(nil),      // 37: dormouse.node.v1.GetInventoryResponse
+	(*SandboxUse)(nil),                // 38: dormouse.node.v1.SandboxUse
+	(*Hello)(nil),                     // 39: dormouse.node.v1.Hello
+	(*CatalogPoint)(nil),              // 40: dormouse.node.v1.CatalogPoint
+	(*JournalEntry)(nil),              // 41: dormouse.node.v1.JournalEntry
+	(*JournalReference)(nil),          // 42: dormouse.node.v1.JournalReference
+	(*Journal)(nil),                   // 43: dormouse.node.v1.Journal
+	(*JournalAck)(nil),                // 44: dormouse.node.v1.JournalAck
+	(*ReadJournalRequest)(nil),        // 45: dormouse.node.v1.ReadJournalRequest
+	(*ReadJournalResponse)(nil),       // 46: dormouse.node.v1.ReadJournalResponse
+	(*Heartbeat)(nil),                 // 47: dormouse.node.v1.Heartbeat
+	(*Report)(nil),                    // 48: dormouse.node.v1.Report
+	(*SessionRequest)(nil),            // 49: dormouse.node.v1.SessionRequest
+	(*Welcome)(nil),                   // 50: dormouse.node.v1.Welcome
+	(*TicketKey)(nil),                 // 51: dormouse.node.v1.TicketKey
+	(*HeartbeatAck)(nil),              // 52: dormouse.node.v1.HeartbeatAck
+	(*ReportAck)(nil),                 // 53: dormouse.node.v1.ReportAck
+	(*SessionResponse)(nil),           // 54: dormouse.node.v1.SessionResponse
+	nil,                               // 55: dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	nil,                               // 56: dormouse.node.v1.ClaimSandboxRequest.EnvEntry
+	nil,                               // 57: dormouse.node.v1.Hello.LabelsEntry
+	nil,                               // 58: dormouse.node.v1.Heartbeat.ProblemsEntry
+	nil,                               // 59: dormouse.node.v1.Heartbeat.NoticesEntry
+	(*v1.SandboxSpec)(nil),            // 60: dormouse.v1.SandboxSpec
+	(v1.SandboxPhase)(0),              // 61: dormouse.v1.SandboxPhase
+	(*timestamppb.Timestamp)(nil),     // 62: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),       // 63: google.protobuf.Duration
+	(*v1.EgressPolicy)(nil),           // 64: dormouse.v1.EgressPolicy
+	(*v1.VolumeReference)(nil),        // 65: dormouse.v1.VolumeReference
+	(*v1.SnapshotFile)(nil),           // 66: dormouse.v1.SnapshotFile
+	(*v1.PullProgress)(nil),           // 67: dormouse.v1.PullProgress
+	(*v1.Image)(nil),                  // 68: dormouse.v1.Image
+	(*v1.SandboxNetwork)(nil),         // 69: dormouse.v1.SandboxNetwork
+	(*v1.NodeResources)(nil),          // 70: dormouse.v1.NodeResources
+	(v1.NetworkMode)(0),               // 71: dormouse.v1.NetworkMode
+	(*v1.NodeMemory)(nil),             // 72: dormouse.v1.NodeMemory
+	(*v1.Error)(nil),                  // 73: dormouse.v1.Error
 }
 var file_dormouse_node_v1_node_proto_depIdxs = []int32{
-	0,  // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	57, // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	53, // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
-	3,  // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	58, // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
-	59, // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
-	60, // 6: dormouse.node.v1.SandboxObservation.start_queued:type_name -> google.protobuf.Duration
-	60, // 7: dormouse.node.v1.SandboxObservation.start_service:type_name -> google.protobuf.Duration
-	0,  // 8: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	4,  // 9: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
-	6,  // 10: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
-	61, // 11: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
-	3,  // 12: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 13: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 14: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	12, // 15: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
-	62, // 16: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
-	60, // 17: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
-	63, // 18: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
-	59, // 19: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
-	60, // 20: dormouse.node.v1.SnapshotObservation.queued:type_name -> google.protobuf.Duration
-	60, // 21: dormouse.node.v1.SnapshotObservation.service:type_name -> google.protobuf.Duration
-	0,  // 22: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	60, // 23: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
-	3,  // 24: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 25: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	60, // 26: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
-	3,  // 27: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 28: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	3,  // 29: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 30: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
-	61, // 31: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
-	3,  // 32: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	0,  // 33: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 34: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	25, // 35: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
-	0,  // 36: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
-	0,  // 37: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
-	64, // 38: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
-	65, // 39: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
-	0,  // 40: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
-	66, // 41: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
-	3,  // 42: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
-	12, // 43: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
-	25, // 44: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
-	65, // 45: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
-	60, // 46: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
-	54, // 47: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
-	67, // 48: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
-	67, // 49: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
-	35, // 50: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
-	36, // 51: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
-	68, // 52: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
-	38, // 53: dormouse.node.v1.Hello.witness:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 54: dormouse.node.v1.Hello.witness_mark:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 55: dormouse.node.v1.Hello.journal:type_name -> dormouse.node.v1.CatalogPoint
-	40, // 56: dormouse.node.v1.JournalEntry.references:type_name -> dormouse.node.v1.JournalReference
-	38, // 57: dormouse.node.v1.JournalEntry.point:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 58: dormouse.node.v1.Journal.point:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 59: dormouse.node.v1.Journal.mark:type_name -> dormouse.node.v1.CatalogPoint
-	38, // 60: dormouse.node.v1.Journal.complete:type_name -> dormouse.node.v1.CatalogPoint
-	39, // 61: dormouse.node.v1.Journal.entries:type_name -> dormouse.node.v1.JournalEntry
-	39, // 62: dormouse.node.v1.ReadJournalResponse.entries:type_name -> dormouse.node.v1.JournalEntry
-	55, // 63: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
-	67, // 64: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
-	65, // 65: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
-	56, // 66: dormouse.node.v1.Heartbeat.notices:type_name -> dormouse.node.v1.Heartbeat.NoticesEntry
-	69, // 67: dormouse.node.v1.Heartbeat.memory:type_name -> dormouse.v1.NodeMemory
-	36, // 68: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
-	3,  // 69: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
-	37, // 70: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
-	45, // 71: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
-	46, // 72: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
-	42, // 73: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
-	60, // 74: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
-	49, // 75: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	49, // 76: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
-	70, // 77: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
-	48, // 78: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
-	50, // 79: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
-	51, // 80: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
-	41, // 81: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
-	1,  // 82: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
-	5,  // 83: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
-	8,  // 84: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
-	10, // 85: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
-	13, // 86: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
-	15, // 87: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
-	17, // 88: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
-	19, // 89: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
-	21, // 90: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
-	23, // 91: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
-	26, // 92: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
-	28, // 93: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
-	30, // 94: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
-	32, // 95: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
-	34, // 96: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
-	43, // 97: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
-	47, // 98: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
-	2,  // 99: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
-	7,  // 100: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
-	9,  // 101: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
-	11, // 102: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
-	14, // 103: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
-	16, // 104: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
-	18, // 105: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
-	20, // 106: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
-	22, // 107: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
-	24, // 108: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
-	27, // 109: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
-	29, // 110: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
-	31, // 111: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
-	33, // 112: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
-	35, // 113: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
-	44, // 114: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
-	52, // 115: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
-	99, // [99:116] is the sub-list for method output_type
-	82, // [82:99] is the sub-list for method input_type
-	82, // [82:82] is the sub-list for extension type_name
-	82, // [82:82] is the sub-list for extension extendee
-	0,  // [0:82] is the sub-list for field type_name
+	0,   // 0: dormouse.node.v1.StartSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	60,  // 1: dormouse.node.v1.StartSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	55,  // 2: dormouse.node.v1.StartSandboxRequest.secret_env:type_name -> dormouse.node.v1.StartSandboxRequest.SecretEnvEntry
+	3,   // 3: dormouse.node.v1.StartSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	61,  // 4: dormouse.node.v1.SandboxObservation.phase:type_name -> dormouse.v1.SandboxPhase
+	62,  // 5: dormouse.node.v1.SandboxObservation.start_time:type_name -> google.protobuf.Timestamp
+	63,  // 6: dormouse.node.v1.SandboxObservation.start_queued:type_name -> google.protobuf.Duration
+	63,  // 7: dormouse.node.v1.SandboxObservation.start_service:type_name -> google.protobuf.Duration
+	0,   // 8: dormouse.node.v1.RestoreSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	4,   // 9: dormouse.node.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.node.v1.RestoreVolume
+	6,   // 10: dormouse.node.v1.RestoreSandboxRequest.network:type_name -> dormouse.node.v1.RestoreNetwork
+	64,  // 11: dormouse.node.v1.RestoreNetwork.egress:type_name -> dormouse.v1.EgressPolicy
+	3,   // 12: dormouse.node.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,   // 13: dormouse.node.v1.DeleteSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	0,   // 14: dormouse.node.v1.CheckpointSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	12,  // 15: dormouse.node.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.node.v1.SnapshotObservation
+	65,  // 16: dormouse.node.v1.SnapshotObservation.volumes:type_name -> dormouse.v1.VolumeReference
+	63,  // 17: dormouse.node.v1.SnapshotObservation.freeze:type_name -> google.protobuf.Duration
+	66,  // 18: dormouse.node.v1.SnapshotObservation.files:type_name -> dormouse.v1.SnapshotFile
+	62,  // 19: dormouse.node.v1.SnapshotObservation.freeze_time:type_name -> google.protobuf.Timestamp
+	63,  // 20: dormouse.node.v1.SnapshotObservation.queued:type_name -> google.protobuf.Duration
+	63,  // 21: dormouse.node.v1.SnapshotObservation.service:type_name -> google.protobuf.Duration
+	0,   // 22: dormouse.node.v1.PauseSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	63,  // 23: dormouse.node.v1.PauseSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,   // 24: dormouse.node.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,   // 25: dormouse.node.v1.HibernateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	63,  // 26: dormouse.node.v1.HibernateSandboxRequest.if_unused_for:type_name -> google.protobuf.Duration
+	3,   // 27: dormouse.node.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,   // 28: dormouse.node.v1.ResumeSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	3,   // 29: dormouse.node.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,   // 30: dormouse.node.v1.ClaimSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	56,  // 31: dormouse.node.v1.ClaimSandboxRequest.env:type_name -> dormouse.node.v1.ClaimSandboxRequest.EnvEntry
+	3,   // 32: dormouse.node.v1.ClaimSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,   // 33: dormouse.node.v1.UpdateSandboxRequest.command:type_name -> dormouse.node.v1.Command
+	64,  // 34: dormouse.node.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	3,   // 35: dormouse.node.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	0,   // 36: dormouse.node.v1.DeleteSnapshotRequest.command:type_name -> dormouse.node.v1.Command
+	0,   // 37: dormouse.node.v1.CreateVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	27,  // 38: dormouse.node.v1.CreateVolumeResponse.volume:type_name -> dormouse.node.v1.VolumeObservation
+	0,   // 39: dormouse.node.v1.DeleteVolumeRequest.command:type_name -> dormouse.node.v1.Command
+	0,   // 40: dormouse.node.v1.PullImageRequest.command:type_name -> dormouse.node.v1.Command
+	67,  // 41: dormouse.node.v1.PullImageResponse.progress:type_name -> dormouse.v1.PullProgress
+	68,  // 42: dormouse.node.v1.PullImageResponse.image:type_name -> dormouse.v1.Image
+	0,   // 43: dormouse.node.v1.RemoveImageRequest.command:type_name -> dormouse.node.v1.Command
+	69,  // 44: dormouse.node.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	3,   // 45: dormouse.node.v1.GetInventoryResponse.sandboxes:type_name -> dormouse.node.v1.SandboxObservation
+	12,  // 46: dormouse.node.v1.GetInventoryResponse.snapshots:type_name -> dormouse.node.v1.SnapshotObservation
+	27,  // 47: dormouse.node.v1.GetInventoryResponse.volumes:type_name -> dormouse.node.v1.VolumeObservation
+	68,  // 48: dormouse.node.v1.GetInventoryResponse.images:type_name -> dormouse.v1.Image
+	63,  // 49: dormouse.node.v1.SandboxUse.unused_for:type_name -> google.protobuf.Duration
+	57,  // 50: dormouse.node.v1.Hello.labels:type_name -> dormouse.node.v1.Hello.LabelsEntry
+	70,  // 51: dormouse.node.v1.Hello.capacity:type_name -> dormouse.v1.NodeResources
+	70,  // 52: dormouse.node.v1.Hello.allocatable:type_name -> dormouse.v1.NodeResources
+	37,  // 53: dormouse.node.v1.Hello.inventory:type_name -> dormouse.node.v1.GetInventoryResponse
+	38,  // 54: dormouse.node.v1.Hello.uses:type_name -> dormouse.node.v1.SandboxUse
+	71,  // 55: dormouse.node.v1.Hello.network_modes:type_name -> dormouse.v1.NetworkMode
+	40,  // 56: dormouse.node.v1.Hello.witness:type_name -> dormouse.node.v1.CatalogPoint
+	40,  // 57: dormouse.node.v1.Hello.witness_mark:type_name -> dormouse.node.v1.CatalogPoint
+	40,  // 58: dormouse.node.v1.Hello.journal:type_name -> dormouse.node.v1.CatalogPoint
+	42,  // 59: dormouse.node.v1.JournalEntry.references:type_name -> dormouse.node.v1.JournalReference
+	40,  // 60: dormouse.node.v1.JournalEntry.point:type_name -> dormouse.node.v1.CatalogPoint
+	40,  // 61: dormouse.node.v1.Journal.point:type_name -> dormouse.node.v1.CatalogPoint
+	40,  // 62: dormouse.node.v1.Journal.mark:type_name -> dormouse.node.v1.CatalogPoint
+	40,  // 63: dormouse.node.v1.Journal.complete:type_name -> dormouse.node.v1.CatalogPoint
+	41,  // 64: dormouse.node.v1.Journal.entries:type_name -> dormouse.node.v1.JournalEntry
+	41,  // 65: dormouse.node.v1.ReadJournalResponse.entries:type_name -> dormouse.node.v1.JournalEntry
+	58,  // 66: dormouse.node.v1.Heartbeat.problems:type_name -> dormouse.node.v1.Heartbeat.ProblemsEntry
+	70,  // 67: dormouse.node.v1.Heartbeat.allocatable:type_name -> dormouse.v1.NodeResources
+	68,  // 68: dormouse.node.v1.Heartbeat.images:type_name -> dormouse.v1.Image
+	59,  // 69: dormouse.node.v1.Heartbeat.notices:type_name -> dormouse.node.v1.Heartbeat.NoticesEntry
+	72,  // 70: dormouse.node.v1.Heartbeat.memory:type_name -> dormouse.v1.NodeMemory
+	38,  // 71: dormouse.node.v1.Heartbeat.uses:type_name -> dormouse.node.v1.SandboxUse
+	3,   // 72: dormouse.node.v1.Report.sandbox:type_name -> dormouse.node.v1.SandboxObservation
+	39,  // 73: dormouse.node.v1.SessionRequest.hello:type_name -> dormouse.node.v1.Hello
+	47,  // 74: dormouse.node.v1.SessionRequest.heartbeat:type_name -> dormouse.node.v1.Heartbeat
+	48,  // 75: dormouse.node.v1.SessionRequest.report:type_name -> dormouse.node.v1.Report
+	44,  // 76: dormouse.node.v1.SessionRequest.journal_ack:type_name -> dormouse.node.v1.JournalAck
+	63,  // 77: dormouse.node.v1.Welcome.heartbeat_interval:type_name -> google.protobuf.Duration
+	51,  // 78: dormouse.node.v1.Welcome.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	51,  // 79: dormouse.node.v1.HeartbeatAck.ticket_keys:type_name -> dormouse.node.v1.TicketKey
+	73,  // 80: dormouse.node.v1.ReportAck.error:type_name -> dormouse.v1.Error
+	50,  // 81: dormouse.node.v1.SessionResponse.welcome:type_name -> dormouse.node.v1.Welcome
+	52,  // 82: dormouse.node.v1.SessionResponse.heartbeat_ack:type_name -> dormouse.node.v1.HeartbeatAck
+	53,  // 83: dormouse.node.v1.SessionResponse.report_ack:type_name -> dormouse.node.v1.ReportAck
+	43,  // 84: dormouse.node.v1.SessionResponse.journal:type_name -> dormouse.node.v1.Journal
+	1,   // 85: dormouse.node.v1.AgentService.StartSandbox:input_type -> dormouse.node.v1.StartSandboxRequest
+	5,   // 86: dormouse.node.v1.AgentService.RestoreSandbox:input_type -> dormouse.node.v1.RestoreSandboxRequest
+	8,   // 87: dormouse.node.v1.AgentService.DeleteSandbox:input_type -> dormouse.node.v1.DeleteSandboxRequest
+	10,  // 88: dormouse.node.v1.AgentService.CheckpointSandbox:input_type -> dormouse.node.v1.CheckpointSandboxRequest
+	13,  // 89: dormouse.node.v1.AgentService.PauseSandbox:input_type -> dormouse.node.v1.PauseSandboxRequest
+	15,  // 90: dormouse.node.v1.AgentService.HibernateSandbox:input_type -> dormouse.node.v1.HibernateSandboxRequest
+	17,  // 91: dormouse.node.v1.AgentService.ResumeSandbox:input_type -> dormouse.node.v1.ResumeSandboxRequest
+	19,  // 92: dormouse.node.v1.AgentService.ClaimSandbox:input_type -> dormouse.node.v1.ClaimSandboxRequest
+	21,  // 93: dormouse.node.v1.AgentService.UpdateSandbox:input_type -> dormouse.node.v1.UpdateSandboxRequest
+	23,  // 94: dormouse.node.v1.AgentService.DeleteSnapshot:input_type -> dormouse.node.v1.DeleteSnapshotRequest
+	25,  // 95: dormouse.node.v1.AgentService.CreateVolume:input_type -> dormouse.node.v1.CreateVolumeRequest
+	28,  // 96: dormouse.node.v1.AgentService.DeleteVolume:input_type -> dormouse.node.v1.DeleteVolumeRequest
+	30,  // 97: dormouse.node.v1.AgentService.PullImage:input_type -> dormouse.node.v1.PullImageRequest
+	32,  // 98: dormouse.node.v1.AgentService.RemoveImage:input_type -> dormouse.node.v1.RemoveImageRequest
+	34,  // 99: dormouse.node.v1.AgentService.GetSandboxNetwork:input_type -> dormouse.node.v1.GetSandboxNetworkRequest
+	36,  // 100: dormouse.node.v1.AgentService.GetInventory:input_type -> dormouse.node.v1.GetInventoryRequest
+	45,  // 101: dormouse.node.v1.AgentService.ReadJournal:input_type -> dormouse.node.v1.ReadJournalRequest
+	49,  // 102: dormouse.node.v1.SessionService.Session:input_type -> dormouse.node.v1.SessionRequest
+	2,   // 103: dormouse.node.v1.AgentService.StartSandbox:output_type -> dormouse.node.v1.StartSandboxResponse
+	7,   // 104: dormouse.node.v1.AgentService.RestoreSandbox:output_type -> dormouse.node.v1.RestoreSandboxResponse
+	9,   // 105: dormouse.node.v1.AgentService.DeleteSandbox:output_type -> dormouse.node.v1.DeleteSandboxResponse
+	11,  // 106: dormouse.node.v1.AgentService.CheckpointSandbox:output_type -> dormouse.node.v1.CheckpointSandboxResponse
+	14,  // 107: dormouse.node.v1.AgentService.PauseSandbox:output_type -> dormouse.node.v1.PauseSandboxResponse
+	16,  // 108: dormouse.node.v1.AgentService.HibernateSandbox:output_type -> dormouse.node.v1.HibernateSandboxResponse
+	18,  // 109: dormouse.node.v1.AgentService.ResumeSandbox:output_type -> dormouse.node.v1.ResumeSandboxResponse
+	20,  // 110: dormouse.node.v1.AgentService.ClaimSandbox:output_type -> dormouse.node.v1.ClaimSandboxResponse
+	22,  // 111: dormouse.node.v1.AgentService.UpdateSandbox:output_type -> dormouse.node.v1.UpdateSandboxResponse
+	24,  // 112: dormouse.node.v1.AgentService.DeleteSnapshot:output_type -> dormouse.node.v1.DeleteSnapshotResponse
+	26,  // 113: dormouse.node.v1.AgentService.CreateVolume:output_type -> dormouse.node.v1.CreateVolumeResponse
+	29,  // 114: dormouse.node.v1.AgentService.DeleteVolume:output_type -> dormouse.node.v1.DeleteVolumeResponse
+	31,  // 115: dormouse.node.v1.AgentService.PullImage:output_type -> dormouse.node.v1.PullImageResponse
+	33,  // 116: dormouse.node.v1.AgentService.RemoveImage:output_type -> dormouse.node.v1.RemoveImageResponse
+	35,  // 117: dormouse.node.v1.AgentService.GetSandboxNetwork:output_type -> dormouse.node.v1.GetSandboxNetworkResponse
+	37,  // 118: dormouse.node.v1.AgentService.GetInventory:output_type -> dormouse.node.v1.GetInventoryResponse
+	46,  // 119: dormouse.node.v1.AgentService.ReadJournal:output_type -> dormouse.node.v1.ReadJournalResponse
+	54,  // 120: dormouse.node.v1.SessionService.Session:output_type -> dormouse.node.v1.SessionResponse
+	103, // [103:121] is the sub-list for method output_type
+	85,  // [85:103] is the sub-list for method input_type
+	85,  // [85:85] is the sub-list for extension type_name
+	85,  // [85:85] is the sub-list for extension extendee
+	0,   // [0:85] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_node_v1_node_proto_init() }
@@ -4163,17 +4326,17 @@ func file_dormouse_node_v1_node_proto_init() {
 		return
 	}
 	file_dormouse_node_v1_node_proto_msgTypes[3].OneofWrappers = []any{}
-	file_dormouse_node_v1_node_proto_msgTypes[29].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[31].OneofWrappers = []any{
 		(*PullImageResponse_Progress)(nil),
 		(*PullImageResponse_Image)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[47].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[49].OneofWrappers = []any{
 		(*SessionRequest_Hello)(nil),
 		(*SessionRequest_Heartbeat)(nil),
 		(*SessionRequest_Report)(nil),
 		(*SessionRequest_JournalAck)(nil),
 	}
-	file_dormouse_node_v1_node_proto_msgTypes[52].OneofWrappers = []any{
+	file_dormouse_node_v1_node_proto_msgTypes[54].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
 		(*SessionResponse_HeartbeatAck)(nil),
 		(*SessionResponse_ReportAck)(nil),
@@ -4185,7 +4348,7 @@ func file_dormouse_node_v1_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_node_v1_node_proto_rawDesc), len(file_dormouse_node_v1_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   57,
+			NumMessages:   60,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

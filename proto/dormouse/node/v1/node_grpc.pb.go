@@ -26,6 +26,7 @@ const (
 	AgentService_PauseSandbox_FullMethodName      = "/dormouse.node.v1.AgentService/PauseSandbox"
 	AgentService_HibernateSandbox_FullMethodName  = "/dormouse.node.v1.AgentService/HibernateSandbox"
 	AgentService_ResumeSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/ResumeSandbox"
+	AgentService_ClaimSandbox_FullMethodName      = "/dormouse.node.v1.AgentService/ClaimSandbox"
 	AgentService_UpdateSandbox_FullMethodName     = "/dormouse.node.v1.AgentService/UpdateSandbox"
 	AgentService_DeleteSnapshot_FullMethodName    = "/dormouse.node.v1.AgentService/DeleteSnapshot"
 	AgentService_CreateVolume_FullMethodName      = "/dormouse.node.v1.AgentService/CreateVolume"
@@ -64,6 +65,10 @@ type AgentServiceClient interface {
 	HibernateSandbox(ctx context.Context, in *HibernateSandboxRequest, opts ...grpc.CallOption) (*HibernateSandboxResponse, error)
 	// ResumeSandbox returns when the sandbox runs. One that could not be restored stays Hibernated.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
+	// ClaimSandbox gives a paused sandbox, restored ahead of need, to whoever asked for one: it returns when the sandbox runs, its guest has
+	// taken the new identity, and both are recorded. The same command id again gives the same. A sandbox that was claimed by another command is
+	// refused with WRONG_PHASE. One that cannot be given is ended, and Failed says why; it is never Paused again for another claim.
+	ClaimSandbox(ctx context.Context, in *ClaimSandboxRequest, opts ...grpc.CallOption) (*ClaimSandboxResponse, error)
 	// UpdateSandbox puts in force what a sandbox may reach, at once for one that runs or is paused, and before it runs for one that is
 	// hibernated. A generation below that which the node has changes nothing.
 	UpdateSandbox(ctx context.Context, in *UpdateSandboxRequest, opts ...grpc.CallOption) (*UpdateSandboxResponse, error)
@@ -154,6 +159,16 @@ func (c *agentServiceClient) ResumeSandbox(ctx context.Context, in *ResumeSandbo
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ResumeSandboxResponse)
 	err := c.cc.Invoke(ctx, AgentService_ResumeSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *agentServiceClient) ClaimSandbox(ctx context.Context, in *ClaimSandboxRequest, opts ...grpc.CallOption) (*ClaimSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ClaimSandboxResponse)
+	err := c.cc.Invoke(ctx, AgentService_ClaimSandbox_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -286,6 +301,10 @@ type AgentServiceServer interface {
 	HibernateSandbox(context.Context, *HibernateSandboxRequest) (*HibernateSandboxResponse, error)
 	// ResumeSandbox returns when the sandbox runs. One that could not be restored stays Hibernated.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
+	// ClaimSandbox gives a paused sandbox, restored ahead of need, to whoever asked for one: it returns when the sandbox runs, its guest has
+	// taken the new identity, and both are recorded. The same command id again gives the same. A sandbox that was claimed by another command is
+	// refused with WRONG_PHASE. One that cannot be given is ended, and Failed says why; it is never Paused again for another claim.
+	ClaimSandbox(context.Context, *ClaimSandboxRequest) (*ClaimSandboxResponse, error)
 	// UpdateSandbox puts in force what a sandbox may reach, at once for one that runs or is paused, and before it runs for one that is
 	// hibernated. A generation below that which the node has changes nothing.
 	UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error)
@@ -332,6 +351,9 @@ func (UnimplementedAgentServiceServer) HibernateSandbox(context.Context, *Hibern
 }
 func (UnimplementedAgentServiceServer) ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResumeSandbox not implemented")
+}
+func (UnimplementedAgentServiceServer) ClaimSandbox(context.Context, *ClaimSandboxRequest) (*ClaimSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ClaimSandbox not implemented")
 }
 func (UnimplementedAgentServiceServer) UpdateSandbox(context.Context, *UpdateSandboxRequest) (*UpdateSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateSandbox not implemented")
@@ -503,6 +525,24 @@ func _AgentService_ResumeSandbox_Handler(srv interface{}, ctx context.Context, d
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(AgentServiceServer).ResumeSandbox(ctx, req.(*ResumeSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AgentService_ClaimSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ClaimSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServiceServer).ClaimSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AgentService_ClaimSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServiceServer).ClaimSandbox(ctx, req.(*ClaimSandboxRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -696,6 +736,10 @@ var AgentService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ResumeSandbox",
 			Handler:    _AgentService_ResumeSandbox_Handler,
+		},
+		{
+			MethodName: "ClaimSandbox",
+			Handler:    _AgentService_ClaimSandbox_Handler,
 		},
 		{
 			MethodName: "UpdateSandbox",
