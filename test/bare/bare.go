@@ -182,6 +182,35 @@ func (x *Box) launch(ctx context.Context, generation uint64, args ...string) (st
 	}
 }
 
+// Ask writes a line to the sandbox's standard input and gives the next line of its output.
+func (x *Box) Ask(ctx context.Context, line string) (string, error) {
+	if _, err := unix.Write(x.in, []byte(line+"\n")); err != nil {
+		return "", fmt.Errorf("ask the bare sandbox: %w", err)
+	}
+	var said []byte
+	fds := []unix.PollFd{{Fd: int32(x.out), Events: unix.POLLIN}}
+	for {
+		if err := ctx.Err(); err != nil {
+			return "", fmt.Errorf("the bare sandbox said only %.200q: %w", said, context.Cause(ctx))
+		}
+		n, err := unix.Poll(fds, 200)
+		if errors.Is(err, unix.EINTR) || err == nil && n == 0 {
+			continue
+		}
+		if err != nil {
+			return "", err
+		}
+		var buf [1024]byte
+		if n, err = unix.Read(x.out, buf[:]); err != nil && !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR) {
+			return "", err
+		}
+		said = append(said, buf[:max(n, 0)]...)
+		if answer, _, whole := bytes.Cut(said, []byte("\n")); whole {
+			return string(answer), nil
+		}
+	}
+}
+
 // Remove ends the sandbox and takes away what Prepare made.
 func (x *Box) Remove(ctx context.Context) error {
 	return errors.Join(x.call(ctx, nil, "delete", "-force", x.ID), x.close())

@@ -5,15 +5,12 @@ package faultrun
 
 import (
 	_ "embed"
-	"errors"
 	"fmt"
-	"html/template"
-	"os"
 	"path/filepath"
 	"strings"
 	"time"
 
-	"encoding/json"
+	"github.com/dormouse-run/dormouse/test/report"
 )
 
 // Check is a requirement and how it came out.
@@ -86,23 +83,35 @@ func (r *Report) String() string {
 //go:embed report.html.tmpl
 var pageText string
 
-var page = template.Must(template.New("report").Parse(pageText))
+var page = report.Page(pageText, nil)
 
 // Write writes report.json and report.html into a folder, which it makes.
-func (r *Report) Write(dir string) error {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return err
+func (r *Report) Write(dir string) error { return report.Write(dir, "report", r, page, r) }
+
+// Publish keeps the report where others see it: as NAME.json and NAME.md.
+func (r *Report) Publish(name string) error {
+	var b strings.Builder
+	word := "passed"
+	if !r.Passed() {
+		word = "**failed**"
 	}
-	data, err := json.MarshalIndent(r, "", "  ")
-	if err != nil {
-		return err
+	fmt.Fprintf(&b, "# The fault run: %s\n\n%s. %d subjects of %d MiB heap and %d MiB file with a volume each, on %d nodes, %.0f s.\n\n", word, report.Day(r.Began), r.Subjects,
+		r.HeapMiB, r.FileMiB, r.Nodes, r.TookMS/1000)
+	b.WriteString("| | | what had to hold | what was found |\n|---|---|---|---|\n")
+	for _, c := range r.Checks {
+		verdict := "ok"
+		if !c.Passed {
+			verdict = "failed"
+		}
+		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", verdict, c.ID, c.What, strings.ReplaceAll(c.Found, "|", "/"))
 	}
-	if err := os.WriteFile(filepath.Join(dir, "report.json"), append(data, '\n'), 0o600); err != nil {
-		return err
-	}
-	f, err := os.OpenFile(filepath.Join(dir, "report.html"), os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	return errors.Join(page.Execute(f, r), f.Close())
+	fmt.Fprintf(&b, "\nCalls that failed, those included that were tried again: %d. The longest time in which a source on a surviving node was not reached: %.0f ms.\n",
+		len(r.Attempts), r.LongestGapMS)
+	return report.Publish(filepath.Dir(name), filepath.Base(name), r, b.String())
+}
+
+// Read reads the report of a run's folder.
+func Read(dir string) (*Report, error) {
+	r := &Report{}
+	return r, report.ReadJSON(filepath.Join(dir, "report.json"), r)
 }

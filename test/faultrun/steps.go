@@ -51,19 +51,20 @@ func (r *run) begin(ctx context.Context) error {
 		if o.box, err = r.create(ctx, o.node, o.volume); err != nil {
 			return err
 		}
-		o.program, err = probe.Begin(ctx, o.box, subject.Want{Heap: int64(r.HeapMiB) * mib, File: int64(r.FileMiB) * mib, Volume: true})
+		o.program, err = probe.Begin(ctx, o.box, r.want())
 		return err
 	})
 	r.check("F01", err == nil, "live sandboxes, each with an exclusive volume, a heap, a private file, an open file at an offset and a TCP stream", "%s", r.found(err))
 	return err
 }
 
+func (r *run) want() subject.Want {
+	return subject.Want{Heap: int64(r.HeapMiB) * mib, File: int64(r.FileMiB) * mib, Volume: true}
+}
+
 // create makes a sandbox, on a node if it has a volume there.
 func (r *run) create(ctx context.Context, node int, volume *client.Volume) (*client.Sandbox, error) {
-	payload := int64(r.HeapMiB+r.FileMiB) * mib
-	spec := &dormousev1.SandboxSpec{Image: r.c.Image, Resources: &dormousev1.Resources{
-		CpuRequestMillis: 10, MemoryRequestBytes: 16*mib + payload, MemoryLimitBytes: 64*mib + payload, DiskLimitBytes: 16*mib + payload,
-	}}
+	spec := &dormousev1.SandboxSpec{Image: r.c.Image, Resources: probe.Resources(r.want())}
 	if volume != nil {
 		spec.Volumes = []*dormousev1.VolumeMount{{VolumeUid: volume.UID, Path: probe.Volume}}
 	}

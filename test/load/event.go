@@ -43,6 +43,9 @@ type Event struct {
 	// Freeze is how long the subject stood still, in milliseconds, and Bytes the size of the snapshot; of a checkpoint.
 	Freeze float64 `json:"freeze_ms,omitempty"`
 	Bytes  int64   `json:"bytes,omitempty"`
+	// Queued is how long it waited on its node for its turn, and Service how long the node worked at it, as the product tells; in milliseconds.
+	Queued  float64 `json:"queued_ms,omitempty"`
+	Service float64 `json:"service_ms,omitempty"`
 	// Method of an attempt.
 	Method string `json:"method,omitempty"`
 	// Error is empty when it succeeded; Reason and Outcome are the envelope's.

@@ -43,8 +43,27 @@ type Plan struct {
 	Nodes int `yaml:"nodes" json:"nodes"`
 	// Simulated nodes have no machine: sandboxes without programs, to load the coordinator and the store alone. Nothing is begun and proved.
 	Simulated bool `yaml:"simulated" json:"simulated"`
-	// Floor measures bare runsc with as many subjects in the same run: "" or "bare".
+	// Floor measures in the same run what the product is compared with, with as many subjects: "", "bare" for the rates of bare runsc, or
+	// "disk" for the throughput of checkpoints beside dd's and that of all bare checkpoints at once.
 	Floor string `yaml:"floor" json:"floor"`
+	// Targets that the figures are told beside.
+	Targets Targets `yaml:"targets" json:"targets,omitzero"`
+}
+
+// Targets of a plan; 0 is none. A miss is told, and does not make the run fail.
+type Targets struct {
+	// DiskRate is the throughput of checkpoints, in that of dd, at least; CrowdRate in that of all bare checkpoints at once.
+	DiskRate  float64 `yaml:"disk_rate" json:"disk_rate,omitempty"`
+	CrowdRate float64 `yaml:"crowd_rate" json:"crowd_rate,omitempty"`
+	// FreezeP50 and FreezeP99 are of a checkpoint, RestoreP50 of a restore without its queueing, GetP99 of reading a sandbox in any phase; at most.
+	FreezeP50  Duration `yaml:"freeze_p50" json:"freeze_p50,omitzero"`
+	FreezeP99  Duration `yaml:"freeze_p99" json:"freeze_p99,omitzero"`
+	RestoreP50 Duration `yaml:"restore_p50" json:"restore_p50,omitzero"`
+	GetP99     Duration `yaml:"get_p99" json:"get_p99,omitzero"`
+	// PublishP99 is of the coordinator's publications, CoordinatorMiB and RedisMiB the most memory of the two; at most.
+	PublishP99     Duration `yaml:"publish_p99" json:"publish_p99,omitzero"`
+	CoordinatorMiB float64  `yaml:"coordinator_mib" json:"coordinator_mib,omitempty"`
+	RedisMiB       float64  `yaml:"redis_mib" json:"redis_mib,omitempty"`
 }
 
 // Duration is a time.Duration that YAML and JSON write as Go does: 90s.
@@ -121,8 +140,17 @@ func (p Plan) Check() error {
 	if p.Simulated && p.Floor != "" {
 		wrong = append(wrong, errors.New("bare runsc is no floor for simulated nodes"))
 	}
-	if p.Floor != "" && p.Floor != "bare" {
-		wrong = append(wrong, fmt.Errorf("floor is %q; it must be empty or bare", p.Floor))
+	if p.Floor != "" && p.Floor != "bare" && p.Floor != "disk" {
+		wrong = append(wrong, fmt.Errorf("floor is %q; it must be empty, bare or disk", p.Floor))
+	}
+	t := p.Targets
+	for name, v := range map[string]float64{
+		"disk_rate": t.DiskRate, "crowd_rate": t.CrowdRate, "freeze_p50": float64(t.FreezeP50), "freeze_p99": float64(t.FreezeP99), "restore_p50": float64(t.RestoreP50),
+		"get_p99": float64(t.GetP99), "publish_p99": float64(t.PublishP99), "coordinator_mib": t.CoordinatorMiB, "redis_mib": t.RedisMiB,
+	} {
+		if v < 0 {
+			wrong = append(wrong, fmt.Errorf("the target %s is negative; leave it out if there is none", name))
+		}
 	}
 	return errors.Join(wrong...)
 }

@@ -68,6 +68,7 @@ type Recorder struct {
 	debt      []string
 	published Publications
 	floor     []FloorRow
+	disk      *DiskFloor
 	written   error
 }
 
@@ -77,6 +78,9 @@ type gathering struct {
 	began        time.Time
 	calls, walls []float64
 	freezes      []float64
+	queues       []float64
+	services     []float64
+	aparts       []float64
 	bytes        int64
 	failed       int
 	gets         []float64
@@ -142,6 +146,9 @@ func (r *Recorder) Add(e Event) {
 		return
 	}
 	r.now.calls, r.now.walls = append(r.now.calls, e.Call), append(r.now.walls, e.Wall)
+	if e.Service > 0 {
+		r.now.queues, r.now.services, r.now.aparts = append(r.now.queues, e.Queued), append(r.now.services, e.Service), append(r.now.aparts, e.Call-e.Queued)
+	}
 	if e.Phase == Checkpoint {
 		r.now.freezes = append(r.now.freezes, e.Freeze)
 		r.now.bytes += e.Bytes
@@ -218,6 +225,13 @@ func (r *Recorder) AddFloor(p Phase, bare float64, width int, target float64) {
 	}
 }
 
+// AddDisk keeps what checkpoints are compared with.
+func (r *Recorder) AddDisk(d DiskFloor) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.disk = &d
+}
+
 // mostFailures is how many the summary shows; events.jsonl has all.
 const mostFailures = 50
 
@@ -236,7 +250,7 @@ func (r *Recorder) end(command) {
 	p := PhaseSummary{
 		Phase: g.Phase, Round: g.Round, Began: g.began.UTC(), TookMS: milliseconds(took), Done: len(g.calls), Failed: g.failed,
 		Rate: float64(len(g.calls)) / took.Seconds(), Call: distribution(g.calls), Wall: distribution(g.walls), Freeze: distribution(g.freezes), Bytes: g.bytes,
-		Get: distribution(g.gets),
+		Queue: distribution(g.queues), Service: distribution(g.services), Apart: distribution(g.aparts), Get: distribution(g.gets),
 	}
 	r.all = append(r.all, p)
 	if r.opts.Logf != nil {

@@ -11,9 +11,9 @@ import (
 	"fmt"
 	"html/template"
 	"maps"
-	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"gonum.org/v1/plot"
@@ -22,21 +22,20 @@ import (
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
 	"gonum.org/v1/plot/vg/vgsvg"
+
+	"github.com/dormouse-run/dormouse/test/report"
 )
 
 //go:embed report.html.tmpl
 var reportText string
 
-var reportPage = template.Must(template.New("report").Funcs(template.FuncMap{
+var reportPage = report.Page(reportText, template.FuncMap{
 	"ms": ms, "size": size, "throughput": PhaseSummary.throughput,
 	"seconds": func(v float64) string { return fmt.Sprintf("%.1f s", v/1000) },
-}).Parse(reportText))
+})
 
 // writeReport writes summary.json and report.html into the folder of the run. The page needs nothing else.
 func writeReport(dir string, s Summary) error {
-	if err := writeJSON(dir, "summary.json", s); err != nil {
-		return err
-	}
 	page := struct {
 		Summary
 		Why    []string
@@ -53,11 +52,24 @@ func writeReport(dir string, s Summary) error {
 		}
 		page.Charts = append(page.Charts, svg)
 	}
-	f, err := os.OpenFile(filepath.Join(dir, "report.html"), os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
+	return report.Write(dir, "summary", s, reportPage, page)
+}
+
+// Publish keeps the summary where others see it: as NAME.json and NAME.md.
+func (s Summary) Publish(name string) error {
+	var b strings.Builder
+	fmt.Fprintf(&b, "# %s: %d subjects of %d MiB heap and %d MiB file\n\n", s.Plan.Name, s.Plan.Subjects, s.Plan.HeapMiB, s.Plan.FileMiB)
+	fmt.Fprintf(&b, "%s, %d rounds, %s in all. ", report.Day(s.Began), s.Plan.Rounds, s.Duration())
+	if why := s.Failed(); len(why) > 0 {
+		fmt.Fprintf(&b, "**It failed**: %s.\n", strings.Join(why, "; "))
+	} else {
+		b.WriteString("A tested waterline: every step of every subject succeeded, and nothing was left. It is not a maximum.\n")
 	}
-	return errors.Join(reportPage.Execute(f, page), f.Close())
+	if len(s.Figures) > 0 {
+		b.WriteString("\n" + report.Table(s.Figures))
+	}
+	b.WriteString("\n```\n" + s.String() + "```\n")
+	return report.Publish(filepath.Dir(name), filepath.Base(name), s, b.String())
 }
 
 func picture(p *plot.Plot) (template.HTML, error) {

@@ -7,7 +7,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -16,6 +15,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/test/report"
 )
 
 // Options of a run.
@@ -137,15 +137,6 @@ func phases(p Plan) []command {
 	return append(all, command{Delete, 0}, command{Forget, 0})
 }
 
-// writeJSON writes a file of the run for people and programs.
-func writeJSON(dir, name string, v any) error {
-	data, err := json.MarshalIndent(v, "", "  ")
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(filepath.Join(dir, name), append(data, '\n'), 0o600)
-}
-
 // Identity is what is kept of a run from its first moment on, so that it can be cleaned up.
 type Identity struct {
 	ID    string    `json:"id"`
@@ -162,7 +153,7 @@ func record(id string, opts Options) (*Recorder, error) {
 		return nil, fmt.Errorf("there is a run in %s already; give another folder", opts.Out)
 	}
 	who := Identity{ID: id, Began: time.Now().UTC(), Addr: opts.Reach.Addr, Plan: opts.Plan}
-	if err := writeJSON(opts.Out, "run.json", who); err != nil {
+	if err := report.WriteJSON(filepath.Join(opts.Out, "run.json"), who); err != nil {
 		return nil, err
 	}
 	return newRecorder(who, opts)

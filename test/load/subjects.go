@@ -71,25 +71,30 @@ func (o *one) makeVolume(ctx context.Context, e *Event) (err error) {
 }
 
 func (o *one) create(ctx context.Context, e *Event) (err error) {
-	payload := int64(o.plan.HeapMiB+o.plan.FileMiB) * mib
-	spec := &dormousev1.SandboxSpec{Image: o.image, Resources: &dormousev1.Resources{
-		// What one takes that was restored, without its payload, is some 15 MB.
-		CpuRequestMillis: 1, MemoryRequestBytes: 16*mib + payload, MemoryLimitBytes: 64*mib + payload,
-		DiskLimitBytes: int64(o.plan.FileMiB)*mib + 16*mib,
-	}}
+	spec := &dormousev1.SandboxSpec{Image: o.image, Resources: probe.Resources(o.want())}
 	if o.volume != nil {
 		spec.Volumes = []*dormousev1.VolumeMount{{VolumeUid: o.volume.UID, Path: probe.Volume}}
 	}
 	o.box, err = o.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Name: o.name("box", 0), Labels: o.labels(), Spec: spec})
 	if err == nil {
-		e.UID = o.box.UID
+		e.started(o.box)
 	}
 	return err
 }
 
+// started notes which sandbox it is, and what the product says of its start.
+func (e *Event) started(box *client.Sandbox) {
+	st := box.Last.GetStatus()
+	e.UID, e.Queued, e.Service = box.UID, milliseconds(st.GetStartQueued().AsDuration()), milliseconds(st.GetStartService().AsDuration())
+}
+
+func (o *one) want() subject.Want {
+	return subject.Want{Heap: int64(o.plan.HeapMiB) * mib, File: int64(o.plan.FileMiB) * mib, Volume: o.volume != nil}
+}
+
 // begin starts the program and takes its first answer.
 func (o *one) begin(ctx context.Context) (err error) {
-	o.program, err = probe.Begin(ctx, o.box, subject.Want{Heap: int64(o.plan.HeapMiB) * mib, File: int64(o.plan.FileMiB) * mib, Volume: o.volume != nil})
+	o.program, err = probe.Begin(ctx, o.box, o.want())
 	return err
 }
 
@@ -100,7 +105,9 @@ func (o *one) checkpoint(ctx context.Context, round int, e *Event) error {
 	}
 	before := o.snapshot
 	o.snapshot = s
-	e.UID, e.Freeze, e.Bytes = s.UID, milliseconds(s.Last.GetStatus().GetFreeze().AsDuration()), s.Last.GetStatus().GetSizeBytes()
+	st := s.Last.GetStatus()
+	e.UID, e.Freeze, e.Bytes = s.UID, milliseconds(st.GetFreeze().AsDuration()), st.GetSizeBytes()
+	e.Queued, e.Service = milliseconds(st.GetQueued().AsDuration()), milliseconds(st.GetService().AsDuration())
 	if before != nil {
 		return before.Delete(ctx, "")
 	}
@@ -112,7 +119,8 @@ func (o *one) restore(ctx context.Context, round int, e *Event) error {
 	if err != nil {
 		return err
 	}
-	o.box, e.UID = box, box.UID
+	o.box = box
+	e.started(box)
 	if o.program != nil {
 		o.program.In(box)
 	}

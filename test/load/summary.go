@@ -10,6 +10,8 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"github.com/dormouse-run/dormouse/test/report"
 )
 
 // Distribution of times in milliseconds.
@@ -43,6 +45,10 @@ type PhaseSummary struct {
 	Call   Distribution `json:"call_ms"`
 	Wall   Distribution `json:"wall_ms"`
 	Freeze Distribution `json:"freeze_ms,omitzero"`
+	// Queue is the wait for a turn on the node, Service the node's work, and Apart all that a call took but for its wait.
+	Queue   Distribution `json:"queue_ms,omitzero"`
+	Service Distribution `json:"service_ms,omitzero"`
+	Apart   Distribution `json:"apart_ms,omitzero"`
 	// Get is what reading a sandbox took meanwhile.
 	Get   Distribution `json:"get_ms,omitzero"`
 	Bytes int64        `json:"bytes,omitempty"`
@@ -104,7 +110,10 @@ type Summary struct {
 	Lost         []string     `json:"lost"`
 	Debt         []string     `json:"debt"`
 	Floor        []FloorRow   `json:"floor"`
+	Disk         *DiskFloor   `json:"disk,omitempty"`
 	Publications Publications `json:"publications,omitzero"`
+	// Figures are what was measured beside the plan's targets.
+	Figures []report.Figure `json:"figures"`
 
 	samples []Sample
 	steps   []Event
@@ -114,7 +123,7 @@ func (r *Recorder) summary() Summary {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	s := Summary{Identity: r.who, Phases: r.all, Failures: r.fails, Attempts: r.tries, Peak: map[string]int64{}, Executables: r.parts, Lost: r.lost, Debt: r.debt, Publications: r.published,
-		Floor: r.floor, samples: r.looked, steps: r.steps}
+		Floor: r.floor, Disk: r.disk, samples: r.looked, steps: r.steps}
 	for i, l := range r.looked {
 		for name, n := range l.Resident {
 			s.Peak[name] = max(s.Peak[name], n)
@@ -124,6 +133,7 @@ func (r *Recorder) summary() Summary {
 		}
 		s.Tasks, s.OOMKills = max(s.Tasks, l.Tasks), l.OOMKills-r.oomAt
 	}
+	s.Figures = s.figures()
 	return s
 }
 
@@ -191,11 +201,14 @@ func (s Summary) String() string {
 			fmt.Fprintf(&b, "checkpoint, round %d: %.0f MB/s, freeze p50 %s, p99 %s\n", x.Round, x.throughput(), ms(x.Freeze.P50), ms(x.Freeze.P99))
 		}
 	}
-	for _, f := range s.Floor {
-		fmt.Fprintln(&b, f)
+	for _, x := range s.Phases {
+		if x.Service.Max > 0 {
+			fmt.Fprintf(&b, "%s, round %d: waited for its turn p50 %s, p99 %s; worked at p50 %s, p99 %s; all but the wait p50 %s, p99 %s\n", x.Phase, x.Round,
+				ms(x.Queue.P50), ms(x.Queue.P99), ms(x.Service.P50), ms(x.Service.P99), ms(x.Apart.P50), ms(x.Apart.P99))
+		}
 	}
-	if p := s.Publications; p.Count > 0 {
-		fmt.Fprintf(&b, "publications: %d, %.2f %% of them within %s\n", p.Count, 100*p.Share, time.Duration(p.Limit))
+	for _, f := range s.Figures {
+		fmt.Fprintln(&b, f)
 	}
 	if len(s.Peak) > 0 {
 		fmt.Fprintf(&b, "most memory: %s at the least; %d threads; killed for memory: %d\n", memory(Sample{Resident: s.Peak, Available: s.Least}), s.Tasks, s.OOMKills)

@@ -30,7 +30,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	app := &cli.App{
 		Name: "dormouse-load", Usage: "checkpoint and restore many sandboxes at once",
-		Commands: []*cli.Command{runCommand(), compareCommand(), cleanCommand(), workerCommand()},
+		Commands: []*cli.Command{runCommand(), compareCommand(), publishCommand(), cleanCommand(), workerCommand()},
 	}
 	err := app.RunContext(ctx, os.Args)
 	stop()
@@ -59,7 +59,7 @@ func runCommand() *cli.Command {
 			&cli.Float64Flag{Name: "pace", Usage: "calls begun a second, in place of the plan's"},
 			&cli.Uint64Flag{Name: "seed", Usage: "in place of the plan's"},
 			&cli.BoolFlag{Name: "volume", Usage: "give each subject a volume"},
-			&cli.StringFlag{Name: "floor", Usage: "bare: measure bare runsc in the same run; none: do not"},
+			&cli.StringFlag{Name: "floor", Usage: "measure in the same run, bare: the rates of bare runsc, disk: dd and bare checkpoints; none: nothing"},
 		},
 		Action: func(c *cli.Context) error {
 			if c.NArg() != 1 {
@@ -132,8 +132,11 @@ func run(ctx context.Context, plan load.Plan, out, image string, external bool) 
 		l.SetLogf(func(string, ...any) {})
 		defer func() { err = errors.Join(err, l.End(ctx)) }()
 		opts.Reach, opts.Image, opts.Machine, opts.Debt = l.Reach(), l.Image, l, l.Debt
-		if plan.Floor != "" {
+		switch plan.Floor {
+		case "bare":
 			opts.Floor = l.Floor
+		case "disk":
+			opts.Floor = l.DiskFloor
 		}
 		if plan.Simulated {
 			opts.Publications = l.Within
@@ -164,6 +167,23 @@ func compareCommand() *cli.Command {
 			}
 			fmt.Print(load.Compare(a, b))
 			return nil
+		},
+	}
+}
+
+func publishCommand() *cli.Command {
+	return &cli.Command{
+		Name: "publish", ArgsUsage: "RUN NAME", Usage: "keep what came of a run where others see it, e.g. publish load-runs/node-TIME docs/results/l02",
+		Description: "It writes NAME.json and NAME.md: the summary of the run's folder without paths, addresses, names of hosts and times of the day.",
+		Action: func(c *cli.Context) error {
+			if c.NArg() != 2 {
+				return errors.New("want the folder of a run and a name, e.g. docs/results/l02")
+			}
+			s, err := load.ReadSummary(c.Args().First())
+			if err != nil {
+				return err
+			}
+			return s.Publish(c.Args().Get(1))
 		},
 	}
 }

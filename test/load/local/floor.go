@@ -18,6 +18,7 @@ import (
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 	"github.com/dormouse-run/dormouse/test/bare"
 	"github.com/dormouse-run/dormouse/test/load"
+	"github.com/dormouse-run/dormouse/test/load/probe"
 	"github.com/dormouse-run/dormouse/test/load/subject"
 )
 
@@ -86,10 +87,8 @@ type floor struct {
 
 // newFloor takes the spec of a sandbox of the product that it makes and removes.
 func (l *Cluster) newFloor(ctx context.Context, plan load.Plan) (_ *floor, err error) {
-	payload := int64(plan.HeapMiB+plan.FileMiB) << 20
-	model, err := l.Client.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Spec: &dormousev1.SandboxSpec{Image: l.Image, Resources: &dormousev1.Resources{
-		CpuRequestMillis: 1, MemoryRequestBytes: 16<<20 + payload, MemoryLimitBytes: 64<<20 + payload, DiskLimitBytes: 16<<20 + payload,
-	}}})
+	want := subject.Want{Heap: int64(plan.HeapMiB) << 20, File: int64(plan.FileMiB) << 20}
+	model, err := l.Client.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Spec: &dormousev1.SandboxSpec{Image: l.Image, Resources: probe.Resources(want)}})
 	if err != nil {
 		return nil, err
 	}
@@ -101,7 +100,7 @@ func (l *Cluster) newFloor(ctx context.Context, plan load.Plan) (_ *floor, err e
 	if f.spec, err = bare.Spec(l.NodeDir(1), model.UID); err != nil {
 		return nil, err
 	}
-	f.spec.Process.Args = []string{subject.Path, strconv.Itoa(plan.HeapMiB << 20), strconv.Itoa(plan.FileMiB << 20), "/data"}
+	f.spec.Process.Args = []string{subject.Path, strconv.FormatInt(want.Heap, 10), strconv.FormatInt(want.File, 10), probe.Folder}
 	f.spec.Process.Env = []string{"PATH=/bin", "GOMAXPROCS=1"}
 	return f, nil
 }

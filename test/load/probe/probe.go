@@ -34,6 +34,13 @@ type Probe struct {
 	out, err uint64 // the offsets of its output
 }
 
+// Resources are what a sandbox with a subject asks for. One that was restored takes some 15 MB without its payload; its file is in the
+// sandbox's memory, as all that it writes.
+func Resources(want subject.Want) *dormousev1.Resources {
+	payload := want.Heap + want.File
+	return &dormousev1.Resources{CpuRequestMillis: 1, MemoryRequestBytes: 16<<20 + payload, MemoryLimitBytes: 64<<20 + payload, DiskLimitBytes: 16<<20 + payload}
+}
+
 // Begin starts the program in a sandbox and takes its first answer.
 func Begin(ctx context.Context, box *client.Sandbox, want subject.Want) (*Probe, error) {
 	argv := []string{subject.Path, strconv.FormatInt(want.Heap, 10), strconv.FormatInt(want.File, 10), Folder}
