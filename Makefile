@@ -23,6 +23,10 @@ HEAVY := /test/|/runtime/runsc|/guest$$|/layers|/agentd/app$$
 RACE := /pkg/|/coordinator/|/agentd/internal/(guestwire|nodestate|runner|runtime/fake)$$
 TEST_TIMEOUT ?= 20m
 TESTFLAGS ?=
+# Tests that wait for a true minute, and do next to nothing meanwhile: they wait while the others run.
+MINUTE := AMinute$$
+# One heavy package runs at a time, while the next one is compiled.
+ALONE = -p 2 -exec 'flock -o $(CURDIR)/bin/heavy.lock'
 
 DEMO_DIR ?= /var/lib/dormouse-dev/demo
 
@@ -73,8 +77,10 @@ FAULTFLAGS ?=
 test: tools-test images images-test build bundle ## every test, on real parts
 	@status=0; \
 	CGO_ENABLED=0 go -C build/runsc test -trimpath -vet=off . || status=1; \
-	go test -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -vE '$(HEAVY)') || status=1; \
-	go test -p 1 -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -E '$(HEAVY)') || status=1; \
+	go test -run '$(MINUTE)' -timeout $(TEST_TIMEOUT) ./coordinator/app & minute=$$!; \
+	go test -skip '$(MINUTE)' -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -vE '$(HEAVY)') || status=1; \
+	wait $$minute || status=1; \
+	go test $(ALONE) -timeout $(TEST_TIMEOUT) $(TESTFLAGS) $$(go list ./... | grep -E '$(HEAVY)') || status=1; \
 	exit $$status
 race: tools-test ## the race detector, on the packages that are concurrent and need no sandbox
 	@go test -race -timeout $(TEST_TIMEOUT) $$(go list ./... | grep -E '$(RACE)')
@@ -105,12 +111,15 @@ gen-check: tools-dev ## is what is committed what the protos give, and compatibl
 
 # Each in a cluster of its own, against bare runsc in the same run; a missed target
 # is a line of the report, not a failure. SCALE=0.2 is a quick look.
-BENCHES := start checkpoint restore memory image catalog exec files lifecycle network
+BENCHES := start checkpoint restore memory image catalog exec files lifecycle network load-node load-fleet
 SCALE ?= 1
 BENCHFLAGS ?=
+ROUNDS ?= 3
 
-.PHONY: bench $(BENCHES:%=bench-%)
-bench: $(BENCHES:%=bench-%) ## every figure, into bench/RESULTS.md
+.PHONY: bench bench-compare $(BENCHES:%=bench-%)
+bench: $(BENCHES:%=bench-%) ## every figure, or BENCHES, into bench/RESULTS.md
+bench-compare: tools images build bundle ## this checkout and the commit REF in turn, ROUNDS (3) times; BENCHES="start restore"
+	@bin/bench compare --ref "$${REF:?give REF, the commit to compare with}" --rounds $(ROUNDS) --scale $(SCALE) $(BENCHES)
 $(BENCHES:%=bench-%): bench-%: tools images build bundle
 	@bin/bench --out bench --scale $(SCALE) $(BENCHFLAGS) $*
 

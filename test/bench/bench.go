@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dormouse-run/dormouse/pkg/client"
+	"github.com/dormouse-run/dormouse/pkg/version"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 	"github.com/dormouse-run/dormouse/test/cluster"
 	"github.com/dormouse-run/dormouse/test/images"
@@ -61,7 +62,7 @@ func Names() []string { return slices.Clone(names) }
 // Run measures, prints the result and writes the report.
 func Run(ctx context.Context, name string, opts Options) (_ Result, err error) {
 	fn := functions[name]
-	if fn == nil {
+	if fn == nil && loads[name] == "" {
 		return Result{}, fmt.Errorf("there is no benchmark %q; there are %s", name, strings.Join(Names(), ", "))
 	}
 	if opts.Logf == nil {
@@ -70,7 +71,19 @@ func Run(ctx context.Context, name string, opts Options) (_ Result, err error) {
 	if opts.Scale <= 0 {
 		opts.Scale = 1
 	}
-	before := loadAverage()
+	before, began := loadAverage(), time.Now()
+	found := func(rows []Row, notes []string) (Result, error) {
+		r := Result{Name: name, When: time.Now().UTC(), Host: host(), Load: before + " before, " + loadAverage() + " after", Commit: version.Get().Commit,
+			Took: time.Since(began).Seconds(), Rows: rows, Notes: notes}
+		return r, save(opts.Out, r)
+	}
+	if loads[name] != "" {
+		rows, notes, err := benchLoad(ctx, name, opts)
+		if err != nil {
+			return Result{}, fmt.Errorf("%s: %w", name, err)
+		}
+		return found(rows, notes)
+	}
 	c, err := cluster.Up(ctx, stack.Options{Nodes: 1, Bin: opts.Bin})
 	if err != nil {
 		return Result{}, err
@@ -93,8 +106,7 @@ func Run(ctx context.Context, name string, opts Options) (_ Result, err error) {
 	if err != nil {
 		return Result{}, fmt.Errorf("%s: %w", name, err)
 	}
-	r := Result{Name: name, When: time.Now().UTC(), Host: host(), Load: before + " before, " + loadAverage() + " after", Rows: rows, Notes: b.notes}
-	return r, save(opts.Out, r)
+	return found(rows, b.notes)
 }
 
 func loadAverage() string {
