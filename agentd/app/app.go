@@ -3,7 +3,7 @@
 //
 // # Order of starting
 //
-//  1. The records: the lock on them keeps a second agentd of this node out.
+//  1. The host's limits: raised if they may be. Then the records: the lock on them keeps a second agentd of this node out.
 //  2. Bundles, launcher, control groups, driver; then images, volumes, snapshots, networks: what the
 //     runner stands on. Each clears what a crash left in its own folder. Then the runner.
 //  3. The admin socket: health can be asked (alive, not ready) while the rest starts.
@@ -47,6 +47,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/layers"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/ocispec"
+	"github.com/dormouse-run/dormouse/agentd/internal/preflight"
 	"github.com/dormouse-run/dormouse/agentd/internal/reconcile"
 	"github.com/dormouse-run/dormouse/agentd/internal/room"
 	"github.com/dormouse-run/dormouse/agentd/internal/runner"
@@ -82,6 +83,9 @@ type App struct {
 	volumes   *volumeParts
 	snapshots *checkpoint.Store
 	networks  networks
+	// sandboxes is how many the node takes, notice why that is less than it is configured to.
+	sandboxes int64
+	notice    string
 	room      *room.Room
 	run       *runner.Node
 	commands  *runner.Commands
@@ -103,6 +107,10 @@ func New(ctx context.Context, cfg Config, log *slog.Logger) (*App, error) {
 	}
 	a := &App{cfg: cfg, log: log.With("node", cfg.Node), metrics: obs.NewRegistry(), health: obs.NewHealth()}
 	a.tickets.Node = cfg.Node
+	var err error
+	if a.sandboxes, a.notice, err = ready(ctx, cfg, preflight.Host{}, a.log); err != nil {
+		return nil, err
+	}
 	for _, open := range []func(context.Context) error{a.openState, a.openRuntime, a.openStores, a.openRunner, a.openSession, a.measure} {
 		if err := open(ctx); err != nil {
 			return nil, errors.Join(err, a.Close())
@@ -259,7 +267,7 @@ func (a *App) openRunner(context.Context) error {
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
 	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, CPU: a.cpuOf, Log: a.log})
-	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, journal: a.journal, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, room: a.room, cpu: cpu, bootID: uid.New()}
+	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, journal: a.journal, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, room: a.room, sandboxes: a.sandboxes, notice: a.notice, cpu: cpu, bootID: uid.New()}
 	return nil
 }
 

@@ -44,6 +44,9 @@ type Config struct {
 	TLS         pki.Files         `yaml:"tls"`
 	Labels      map[string]string `yaml:"labels" usage:"labels that node selectors match"`
 
+	Protect     ProtectConfig `yaml:"protect"`
+	RaiseLimits bool          `yaml:"raise_limits" usage:"raise limits of the host that are too low for limits.sandboxes when agentd starts"`
+
 	Reserve  ReserveConfig  `yaml:"reserve"`
 	Limits   LimitsConfig   `yaml:"limits"`
 	Network  NetworkConfig  `yaml:"network"`
@@ -94,6 +97,12 @@ type ReserveConfig struct {
 	Disk      config.Bytes `yaml:"disk" usage:"disk space that is left free"`
 }
 
+// ProtectConfig is of agentd's own memory.
+type ProtectConfig struct {
+	Memory config.Bytes `yaml:"memory" usage:"agentd's memory that is the last to be taken from it; 0: agentd stays in the control group in which it was started, as it is"`
+	Cgroup string       `yaml:"cgroup" usage:"agentd's own control group, where it makes one; /dormouse-agentd/<node> by default"`
+}
+
 // LimitsConfig bounds what the node takes on.
 type LimitsConfig struct {
 	Sandboxes int64 `yaml:"sandboxes" usage:"how many sandboxes the node takes"`
@@ -133,13 +142,13 @@ func Defaults() Config {
 		Layers:     LayersConfig{Root: layers.DefaultRoot, Mkfs: "mkfs.erofs", Conversions: 2},
 		Containerd: ContainerdConfig{Socket: "/run/containerd/containerd.sock", Namespace: layers.DefaultNamespace},
 		Bundle:     BundleConfig{Dir: "/usr/lib/dormouse/bundle"},
-		Listen:     "127.0.0.1:7421",
-		Direct:     DirectConfig{Tenant: admission.DefaultLimits()},
-		Reserve:    ReserveConfig{CPUMillis: 0, Memory: 256 << 20, Disk: 1 << 30},
-		Limits:     LimitsConfig{Sandboxes: 1024, MemoryWait: 5 * time.Second, Commands: 20000, Networks: 16},
-		Network:    NetworkConfig{Ready: 4},
-		Snapshot:   SnapshotConfig{Width: 4, Direct: true},
-		Log:        obs.DefaultLog(),
+		Listen:     "127.0.0.1:7421", RaiseLimits: true, Protect: ProtectConfig{Memory: 128 << 20},
+		Direct:   DirectConfig{Tenant: admission.DefaultLimits()},
+		Reserve:  ReserveConfig{CPUMillis: 0, Memory: 256 << 20, Disk: 1 << 30},
+		Limits:   LimitsConfig{Sandboxes: 1024, MemoryWait: 5 * time.Second, Commands: 20000, Networks: 16},
+		Network:  NetworkConfig{Ready: 4},
+		Snapshot: SnapshotConfig{Width: 4, Direct: true},
+		Log:      obs.DefaultLog(),
 	}
 }
 
@@ -170,7 +179,7 @@ func (c *Config) check() error {
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
 		return fmt.Errorf("tls: ca, cert and key are all needed: the node API is served over mTLS only")
 	}
-	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 || c.Limits.MemoryWait < 0 {
+	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 || c.Limits.MemoryWait < 0 || c.Protect.Memory < 0 {
 		return fmt.Errorf("limits and reserves: must not be negative, and at least one sandbox and one capture at a time")
 	}
 	return nil
@@ -183,6 +192,9 @@ func (c *Config) fill() {
 	}
 	if c.Cgroup == "" {
 		c.Cgroup = "/dormouse/" + c.Node
+	}
+	if c.Protect.Cgroup == "" {
+		c.Protect.Cgroup = "/dormouse-agentd/" + c.Node
 	}
 	if c.Limits.Starts == 0 {
 		c.Limits.Starts = runtime.NumCPU() + 2

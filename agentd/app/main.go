@@ -92,5 +92,6 @@ func run(parent context.Context, cfg Config, stderr io.Writer) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, a.Close()) }()
+	defer a.protect(ctx)()
 	return a.Serve(ctx)
 }

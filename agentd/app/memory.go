@@ -37,7 +37,7 @@ func (a doorway) Enter(ctx context.Context, uid string, request, expect int64) e
 
 // openRoom makes the room, and puts into it what is on the node.
 func (a *App) openRoom() error {
-	a.room = room.New(room.Options{Source: figures{a.groups}, Limit: int64(a.cfg.Limits.Memory), Reserve: int64(a.cfg.Reserve.Memory), Sandboxes: a.cfg.Limits.Sandboxes,
+	a.room = room.New(room.Options{Source: figures{a.groups}, Limit: int64(a.cfg.Limits.Memory), Reserve: int64(a.cfg.Reserve.Memory), Sandboxes: a.sandboxes,
 		Wait: a.cfg.Limits.MemoryWait, Low: a.giveBack, Log: a.log})
 	all, err := a.state.Sandboxes()
 	if err != nil {
@@ -67,4 +67,22 @@ func holdsMemory(rec nodestate.Sandbox) bool {
 func (a *App) giveBack(ctx context.Context) {
 	files, err := a.snapshots.DropCache(ctx)
 	a.log.InfoContext(ctx, "memory is short: the page cache of artefacts was given back", "files", files, "error", err)
+}
+
+// protect puts this process into a control group of its own, and gives what takes it out again. Without it agentd does all the same.
+func (a *App) protect(ctx context.Context) (leave func()) {
+	if a.cfg.Protect.Memory == 0 {
+		return func() {}
+	}
+	own, err := a.groups.Protect(a.cfg.Protect.Cgroup, int64(a.cfg.Protect.Memory))
+	if err != nil {
+		a.log.WarnContext(ctx, "agentd's own memory is not protected; start it with MemoryLow=, and set protect.memory to 0", "error", err)
+		return func() {}
+	}
+	a.log.InfoContext(ctx, "agentd's own memory is protected", "group", own.Path(), "bytes", int64(a.cfg.Protect.Memory))
+	return func() {
+		if err := own.Leave(); err != nil {
+			a.log.WarnContext(ctx, "leave agentd's own control group", "error", err)
+		}
+	}
 }

@@ -43,8 +43,11 @@ type node struct {
 	networks networks
 	bundles  *bundles
 	room     *room.Room
-	cpu      []string
-	bootID   string
+	// sandboxes is how many the node takes, notice what bounds them besides its configuration.
+	sandboxes int64
+	notice    string
+	cpu       []string
+	bootID    string
 }
 
 func observed(rec nodestate.Sandbox) api.Observed {
@@ -299,6 +302,9 @@ func (n *node) Heartbeat(ctx context.Context) (*nodev1.Heartbeat, error) {
 	} else if free < int64(n.cfg.Reserve.Disk) {
 		beat.Problems["DiskPressure"] = fmt.Sprintf("%d bytes are free, %d are to be left", free, int64(n.cfg.Reserve.Disk))
 	}
+	if n.notice != "" {
+		beat.Notices = map[string]string{"HostLimits": n.notice}
+	}
 	memory, err := n.room.Figures()
 	if err != nil {
 		beat.Problems["Memory"] = "the machine's memory cannot be looked at"
@@ -347,7 +353,7 @@ func (n *node) resources() (capacity, allocatable *dormousev1.NodeResources, err
 	capacity = &dormousev1.NodeResources{CpuMillis: cpu, MemoryBytes: memory, DiskBytes: disk, Sandboxes: n.cfg.Limits.Sandboxes}
 	allocatable = &dormousev1.NodeResources{
 		CpuMillis: max(cpu-n.cfg.Reserve.CPUMillis, 0), MemoryBytes: max(memory-int64(n.cfg.Reserve.Memory), 0),
-		DiskBytes: max(disk-int64(n.cfg.Reserve.Disk), 0), Sandboxes: n.cfg.Limits.Sandboxes,
+		DiskBytes: max(disk-int64(n.cfg.Reserve.Disk), 0), Sandboxes: n.sandboxes,
 	}
 	return capacity, allocatable, nil
 }

@@ -127,6 +127,7 @@ const agentdYAML = `node: %[1]s
 state_dir: %[2]s/agentd
 run_dir: %[2]s/run
 cgroup: %[3]s
+protect: {cgroup: %[3]s-agentd}
 layers: {root: %[4]s}
 containerd: {socket: %[5]s, namespace: %[6]s}
 registry: {ca_files: [%[7]s]}
@@ -134,6 +135,7 @@ bundle: {dir: %[8]s}
 listen: unix:%[2]s/run/api.sock
 coordinator: unix:%[2]s/coordinator.sock
 tls: {ca: %[9]s, cert: %[10]s, key: %[11]s}
+raise_limits: false
 log: {level: debug}
 `
 

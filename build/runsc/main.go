@@ -1,7 +1,8 @@
 // Copyright The Dormouse Authors.
 // SPDX-License-Identifier: Apache-2.0
 
-// Command runsc is gVisor's runtime with a garbage collector policy of our own.
+// Command runsc is gVisor's runtime with a garbage collector policy of our own, and a place of its own in the kernel's order of whom to
+// kill for memory.
 //
 // One binary plays two very different parts. Most commands (create, start,
 // pause, checkpoint, state ...) live for milliseconds and would spend a good
@@ -46,7 +47,14 @@ const (
 // restore that took longer than that.
 var settleAfter = []time.Duration{4 * time.Second, 20 * time.Second}
 
+// oomScore is above that of everything that a host ordinarily runs: should memory run out in spite of all admission, a sandbox goes, and not the
+// node. It is inherited by all that runsc starts, also by the processes that it makes later for those inside.
+const oomScore = "500"
+
 func main() {
+	// Raising one's own needs no rights. Where it cannot be done (in the sandbox's own root there is no /proc) it was done by the command that
+	// started this one.
+	_ = os.WriteFile("/proc/self/oom_score_adj", []byte(oomScore), 0)
 	switch role(os.Args) {
 	case sandbox:
 		debug.SetGCPercent(bootPercent)

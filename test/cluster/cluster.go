@@ -48,6 +48,8 @@ type Cluster struct {
 type Settings struct {
 	// Memory that each node offers; 8Gi if empty, since two nodes share the machine.
 	Memory string
+	// RaiseLimits has the nodes raise limits of this machine, for runs with more sandboxes than those allow. Tests leave it as it is.
+	RaiseLimits bool
 	// LogLevel of the daemons; debug if empty.
 	LogLevel string
 	// NoAgents leaves it to the caller to give the coordinator nodes, at NodeSocket.
@@ -205,20 +207,22 @@ func (c *Cluster) writeConfigs() error {
 			}
 		}
 		agentd := dict{
-			"node":        stack.NodeName(i),
-			"state_dir":   c.NodeDir(i),
-			"run_dir":     filepath.Join(c.NodeDir(i), "run"),
-			"cgroup":      c.CgroupParent(i),
-			"layers":      dict{"root": c.LayersDir(), "mkfs": mkfs},
-			"containerd":  dict{"socket": c.ContainerdSocket(i), "namespace": stack.ContainerdNamespace},
-			"registry":    registry,
-			"bundle":      dict{"dir": filepath.Join(c.Bin, "bundle")},
-			"listen":      fabric.NodeAddr(i) + ":" + agentPort,
-			"direct":      dict{"listen": c.DirectAddr(i)},
-			"coordinator": fabric.HubAddr + ":" + nodePort + "," + fabric.HubAddr + ":" + nodePort2,
-			"tls":         tlsKeys(c.NodeTLS(i)),
-			"labels":      dict{"zone": fmt.Sprintf("z%d", i)},
-			"limits":      dict{"cpu_millis": 8000, "memory": memory},
+			"node":         stack.NodeName(i),
+			"state_dir":    c.NodeDir(i),
+			"run_dir":      filepath.Join(c.NodeDir(i), "run"),
+			"cgroup":       c.CgroupParent(i),
+			"protect":      dict{"cgroup": c.CgroupParent(i) + "-agentd"},
+			"layers":       dict{"root": c.LayersDir(), "mkfs": mkfs},
+			"containerd":   dict{"socket": c.ContainerdSocket(i), "namespace": stack.ContainerdNamespace},
+			"registry":     registry,
+			"bundle":       dict{"dir": filepath.Join(c.Bin, "bundle")},
+			"listen":       fabric.NodeAddr(i) + ":" + agentPort,
+			"direct":       dict{"listen": c.DirectAddr(i)},
+			"coordinator":  fabric.HubAddr + ":" + nodePort + "," + fabric.HubAddr + ":" + nodePort2,
+			"tls":          tlsKeys(c.NodeTLS(i)),
+			"labels":       dict{"zone": fmt.Sprintf("z%d", i)},
+			"raise_limits": c.settings.RaiseLimits,
+			"limits":       dict{"cpu_millis": 8000, "memory": memory},
 			// In the node's own namespace, so that the same addresses are of use on every node.
 			"network": dict{"cidr": NetworkCIDR, "ready": 2, "resolvers": []string{NameServer}},
 			"log":     dict{"level": level, "format": "json"},

@@ -75,6 +75,9 @@ var elsewhere = map[string]string{
 	"agentd/internal/layers.release":              "image.release.after",
 	"agentd/internal/runtime/runsc.numbersFree":   "runtime.killed.after runtime.deleted.after", // only asks
 	"coordinator/app.bindNow":                     "start",
+	"agentd/internal/cgroup.move":                 "start", // of agentd's own group, which the next start finds
+	"agentd/internal/preflight.write":             "start", // of a limit, which the next start finds
+	"agentd/internal/preflight.direct":            "start", // an empty file of agentctl's, which it removes
 	"agentd/internal/cgroup.Create":               "runtime.recorded.after runtime.group.after",
 	"agentd/internal/launcher.Signal":             "delete.runtime.before runtime.killed.after",
 	"agentd/internal/checkpoint.makeFolders":      "start",

@@ -58,6 +58,7 @@ func newApp(out, err io.Writer) *cli.App {
 				Flags:  flags(&cli.BoolFlag{Name: "fix", Usage: "remove what is proven to be agentd's own and unowned"}),
 				Action: action(0, 0, doctor),
 			},
+			preflightCommand(),
 			{Name: "overview", Usage: "show the node, its session and what it holds", Flags: flags(), Action: action(0, 0, overview)},
 			{Name: "version", Usage: "show the version", Action: func(c *cli.Context) error {
 				_, err := fmt.Fprintln(c.App.Writer, "agentctl "+version.Get().String())

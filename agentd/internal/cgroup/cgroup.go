@@ -47,6 +47,7 @@ type Manager struct {
 	parent  string
 	v1      []hierarchy
 	unified string // mount point of the v2 hierarchy, "" where there is none
+	self    string // /proc/self/cgroup
 }
 
 // Options say where to look.
@@ -56,6 +57,8 @@ type Options struct {
 	// Mountinfo lists the mounts, /proc/self/mountinfo by default. An agent in a mount namespace of its
 	// own reads /proc/1/mountinfo instead, with HostRoot /proc/1/root.
 	Mountinfo string
+	// Self has the agent's own groups, /proc/self/cgroup by default.
+	Self string
 	// HostRoot is put before every mount point.
 	HostRoot string
 }
@@ -68,7 +71,10 @@ func Open(opts Options) (*Manager, error) {
 	if opts.Mountinfo == "" {
 		opts.Mountinfo = "/proc/self/mountinfo"
 	}
-	m := &Manager{parent: opts.Parent}
+	if opts.Self == "" {
+		opts.Self = "/proc/self/cgroup"
+	}
+	m := &Manager{parent: opts.Parent, self: opts.Self}
 	if err := m.readMounts(opts.Mountinfo, opts.HostRoot); err != nil {
 		return nil, err
 	}

@@ -46,43 +46,43 @@ func Up(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*Cluste
 	if plan.Simulated {
 		return upFleet(ctx, plan, logf)
 	}
-	if err := room(plan); err != nil {
-		return nil, err
-	}
 	total, err := memInfo("MemTotal")
 	if err != nil {
 		return nil, err
 	}
-	settings := cluster.Settings{LogLevel: "info", Memory: strconv.FormatInt((total-reserve)/int64(plan.Nodes), 10)}
+	settings := cluster.Settings{LogLevel: "info", Memory: strconv.FormatInt((total-reserve)/int64(plan.Nodes), 10), RaiseLimits: true}
 	c, err := cluster.UpWith(ctx, stack.Options{Nodes: plan.Nodes, Logf: logf}, settings)
 	if err != nil {
 		return nil, err
 	}
 	l := &Cluster{Cluster: c}
-	if l.Image, err = l.pushSubject(ctx); err != nil {
+	if err = l.room(ctx, plan); err == nil {
+		l.Image, err = l.pushSubject(ctx)
+	}
+	if err != nil {
 		return nil, errors.Join(err, l.End(ctx))
 	}
 	return l, nil
 }
 
-// threads is how many a sandbox needs at the most, after a restore.
-const threads = 40
-
-// room checks the limits of the host that bite with many sandboxes, and raises the one that can be raised.
-func room(plan load.Plan) error {
-	const file = "/proc/sys/kernel/pid_max"
-	data, err := os.ReadFile(file)
-	if err != nil {
-		return err
-	}
-	have, err := strconv.Atoi(strings.TrimSpace(string(data)))
-	if err != nil {
-		return fmt.Errorf("%s: %w", file, err)
-	}
-	if want := plan.Subjects*threads + 8192; have < want {
-		if err := os.WriteFile(file, []byte(strconv.Itoa(want)), 0o644); err != nil { //nolint:gosec // a file of the kernel
-			return fmt.Errorf("kernel.pid_max is %d, and %d subjects need %d (sysctl -w kernel.pid_max=%d): %w", have, plan.Subjects, want, want, err)
+// room tells whether the nodes take as many sandboxes as the plan has: limits of the host are raised by the nodes themselves, and what they could not
+// raise they say.
+func (l *Cluster) room(ctx context.Context, plan load.Plan) error {
+	var takes int64
+	var why []string
+	for n, err := range l.Client.ListNodes(ctx) {
+		if err != nil {
+			return err
 		}
+		takes += n.GetAllocatable().GetSandboxes()
+		for _, c := range n.GetConditions() {
+			if c.GetType() == "HostLimits" {
+				why = append(why, c.GetMessage())
+			}
+		}
+	}
+	if takes < int64(plan.Subjects) {
+		return fmt.Errorf("the nodes take %d sandboxes, the plan has %d; agentctl preflight --sandboxes %d says why; %s", takes, plan.Subjects, plan.Subjects, strings.Join(why, "; "))
 	}
 	return nil
 }
