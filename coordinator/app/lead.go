@@ -111,6 +111,7 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 		Catalog: a.store, Queue: publisher{a.queue, a.rewound}, Agents: a.pool, Nodes: a.registry, Epoch: epoch, Log: log,
 		PlacementWait: a.cfg.Nodes.PlacementWait, DeletionsPerNode: a.cfg.Operations.DeletionsPerNode, Parallel: a.cfg.Operations.Parallel, MaxPending: a.cfg.Operations.MaxPending,
 		OperationLife: a.cfg.Operations.Life + a.cfg.Operations.Life/12, EventLife: a.cfg.Operations.EventLife, OnDone: a.metrics.operation,
+		OnReady: func(took time.Duration) { a.metrics.ready.Observe(took.Seconds()) },
 	})
 	if err != nil {
 		return fmt.Errorf("load the operations: %w", err)

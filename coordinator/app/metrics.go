@@ -17,6 +17,7 @@ type metrics struct {
 
 	ended   *prometheus.CounterVec
 	seconds *prometheus.HistogramVec
+	ready   prometheus.Histogram
 }
 
 func newMetrics(r prometheus.Registerer) *metrics {
@@ -27,10 +28,13 @@ func newMetrics(r prometheus.Registerer) *metrics {
 		seconds: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "dormouse_operation_seconds",
 			Help: "Time from acceptance to the end of operations that succeeded, by kind.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 16)}, []string{"kind"}),
 	}
+	m.ready = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "dormouse_snapshot_publish_seconds",
+		Help:    "Time from a node's report that a snapshot's artefact is there until the snapshot was Ready in the catalog.",
+		Buckets: []float64{0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60}})
 	m.suspended = prometheus.NewGauge(prometheus.GaugeOpts{Name: "dormouse_catalog_suspended", Help: "1 while this coordinator leads and the catalog takes no writes."})
 	m.generations = prometheus.NewCounter(prometheus.CounterOpts{Name: "dormouse_catalog_servers_replaced_total", Help: "Times that the catalog's server was another process than before."})
 	m.repairs = prometheus.NewCounter(prometheus.CounterOpts{Name: "dormouse_catalog_repairs_total", Help: "Times that the catalog was rebuilt from the nodes' journals."})
-	r.MustRegister(m.suspended, m.generations, m.repairs, m.leading, m.ended, m.seconds)
+	r.MustRegister(m.suspended, m.generations, m.repairs, m.leading, m.ended, m.seconds, m.ready)
 	return m
 }
 

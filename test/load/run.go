@@ -35,7 +35,7 @@ type Options struct {
 	Debt func(ctx context.Context) ([]string, error)
 	// Floor (may be nil) does the same work without the product, once the product has done it and nothing of it is left.
 	Floor func(ctx context.Context, r *Recorder) error
-	// Publications (may be nil) tells which share of the coordinator's publications took no longer than a time, and how many there were.
+	// Publications (may be nil) tells which share of the snapshots was published no later than so long after its node had reported it, and how many there were.
 	Publications func(ctx context.Context, limit time.Duration) (share float64, count uint64, err error)
 	// Logf is told of progress, a line at a time.
 	Logf func(format string, args ...any)

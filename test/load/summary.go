@@ -84,7 +84,7 @@ func (f FloorRow) String() string {
 	return fmt.Sprintf("%s: %.1f/s, bare runsc %.1f/s (%d at a time): %.2f x (at least %.2f)", f.What, f.Product, f.Bare, f.Width, f.Ratio(), f.Target)
 }
 
-// Publications are the commits of a run, as the coordinator counts them.
+// Publications are the snapshots of a run, from their node's report until they were Ready in the catalog.
 type Publications struct {
 	Count uint64   `json:"count"`
 	Limit Duration `json:"limit"`

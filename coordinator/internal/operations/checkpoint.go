@@ -3,6 +3,7 @@ package operations
 import (
 	"context"
 	"slices"
+	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
@@ -153,11 +154,20 @@ func (e *Engine) makeSnapshot(ctx context.Context, t *task, u string, fin func(*
 	if err != nil {
 		return err
 	}
-	return e.publishSnapshot(ctx, t, u, got, session, fin)
+	reported := time.Now()
+	if err = e.publishSnapshot(ctx, t, snap, got, session, fin); err == nil {
+		e.cfg.OnReady(time.Since(reported))
+	}
+	return err
 }
 
-func (e *Engine) publishSnapshot(ctx context.Context, t *task, u string, got snapshot.Status, session fence.Epoch, fin func(*Operation, *records.Snapshot) (catalog.Put, error)) error {
+func (e *Engine) publishSnapshot(ctx context.Context, t *task, reserved *records.Snapshot, got snapshot.Status, session fence.Epoch, fin func(*Operation, *records.Snapshot) (catalog.Put, error)) error {
+	u := reserved.UID
 	_, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
+		r, err := readTogether(ctx, r, records.SnapshotKey(t.op.Tenant, u), records.SandboxKey(t.op.Tenant, reserved.SourceSandboxUID), records.OperationKey(t.op.Tenant, t.op.ID))
+		if err != nil {
+			return catalog.Commit{}, err
+		}
 		snap, sb, err := e.snapshotAndSource(ctx, r, t.op.Tenant, u)
 		if err != nil || snap.Status.Phase != snapshot.Preparing {
 			return catalog.Commit{}, orNothing(err)

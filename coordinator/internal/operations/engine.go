@@ -44,6 +44,11 @@ type Config struct {
 	Now                func() time.Time
 	// OnDone is told of each ended operation, for metrics.
 	OnDone func(kind Kind, reason errs.Reason, took time.Duration)
+	// Accepting bounds how many requests are being accepted at a time; those behind them wait at the door.
+	Accepting int
+	// OnReady is told of each snapshot how long it took from the node's report that its artefact is there until it was
+	// Ready in the catalog.
+	OnReady func(took time.Duration)
 }
 
 func (c *Config) defaults() {
@@ -66,6 +71,12 @@ func (c *Config) defaults() {
 	if c.MaxPending <= 0 {
 		c.MaxPending = 8192
 	}
+	if c.Accepting <= 0 {
+		c.Accepting = 32
+	}
+	if c.OnReady == nil {
+		c.OnReady = func(time.Duration) {}
+	}
 	if c.Now == nil {
 		c.Now = time.Now
 	}
@@ -87,6 +98,7 @@ type Engine struct {
 	wg     sync.WaitGroup
 
 	turns *turns // of deletions at nodes
+	gate  *gate  // of requests that are being accepted
 
 	mu       sync.Mutex
 	stopped  bool
@@ -126,7 +138,7 @@ var errInterrupted = errors.New("the sandbox is being deleted")
 // the reason that leadership was lost.
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	cfg.defaults()
-	e := &Engine{cfg: cfg, log: cfg.Log, turns: newTurns(cfg.DeletionsPerNode), deleting: make(map[string]int), ended1m: make(map[Kind]*rate),
+	e := &Engine{cfg: cfg, log: cfg.Log, turns: newTurns(cfg.DeletionsPerNode), gate: newGate(cfg.Accepting, cfg.MaxPending), deleting: make(map[string]int), ended1m: make(map[Kind]*rate),
 		tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time)}
 	e.ctx, e.cancel = context.WithCancelCause(ctx)
 	pending, err := e.load(ctx)

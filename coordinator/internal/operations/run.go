@@ -284,7 +284,7 @@ func (e *Engine) recordStart(ctx context.Context, t *task, sb *records.Sandbox, 
 		}
 		put, err := fin(op, sb)
 		return []catalog.Put{ev, put}, err
-	})
+	}, records.OperationKey(t.op.Tenant, t.op.ID))
 	return changed != nil, err
 }
 
@@ -295,12 +295,15 @@ func (e *Engine) changeSandbox(ctx context.Context, tenant, uid string, change f
 	})
 }
 
-// changeAs commits a change of a sandbox's record, with further writes, and accounts for it. It
-// gives what was committed, or nil when the change found nothing to do.
-func (e *Engine) changeAs(ctx context.Context, owner fence.Owner, tenant, uid string, change func(context.Context, catalog.Reader, *records.Sandbox) ([]catalog.Put, error)) (*records.Sandbox, error) {
+// changeAs commits a change of a sandbox's record, with further writes, and accounts for it. What change reads beside
+// it is named too, so that it comes with it. It gives what was committed, or nil when the change found nothing to do.
+func (e *Engine) changeAs(ctx context.Context, owner fence.Owner, tenant, uid string, change func(context.Context, catalog.Reader, *records.Sandbox) ([]catalog.Put, error), with ...catalog.Key) (*records.Sandbox, error) {
 	var sb *records.Sandbox
 	res, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
-		var err error
+		r, err := readTogether(ctx, r, append(with, records.SandboxKey(tenant, uid))...)
+		if err != nil {
+			return catalog.Commit{}, err
+		}
 		if sb, err = e.sandbox(ctx, r, tenant, uid); err != nil {
 			return catalog.Commit{}, err
 		}

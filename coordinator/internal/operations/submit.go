@@ -46,7 +46,17 @@ func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, sec
 	return op, nil
 }
 
+// accept waits at the gate, so that a crowd of new requests leaves the catalog to what is in progress.
 func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
+	leave, err := e.gate.enter(ctx, e.ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	return e.acceptNow(ctx, c, kind, request, secrets, d)
+}
+
+func (e *Engine) acceptNow(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
 	if c.OperationID == "" {
 		c.OperationID = uid.New()
 	}
@@ -104,7 +114,7 @@ func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, sec
 	}
 	if err != nil && !errs.NotStartedFor(err) && mutant.On(mutant.BlindRetry) {
 		c.OperationID = uid.New()
-		return e.accept(ctx, c, kind, request, secrets, d)
+		return e.acceptNow(ctx, c, kind, request, secrets, d)
 	}
 	switch {
 	case w.placed == "":

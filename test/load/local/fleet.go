@@ -103,9 +103,10 @@ func (l *Cluster) stopAgents() error {
 	return errors.Join(all...)
 }
 
-// Within gives the share of the publications that took no longer than a time, and how many there were, as the coordinator counts them.
+// Within gives the share of the snapshots that were Ready in the catalog no later than so long after their node had reported them, and
+// how many there were, as the coordinator counts them.
 func (l *Cluster) Within(ctx context.Context, limit time.Duration) (share float64, count uint64, err error) {
-	const name = "dormouse_publish_seconds"
+	const name = "dormouse_snapshot_publish_seconds"
 	metrics, err := l.metrics(ctx)
 	if err != nil {
 		return 0, 0, err
