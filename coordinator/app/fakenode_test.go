@@ -38,6 +38,7 @@ type fakeNode struct {
 	hold  chan struct{}          // a resume waits for it, if it is not nil
 	save  func(context.Context)  // what a checkpoint does first, if it is not nil
 	begin func(uid string)       // what a start does first, if it is not nil
+	read  func()                 // what reading the journal does first, if it is not nil; there is none to read
 	times int64                  // how large it is, in usual ones; 0 is 1
 	feed  chan struct{}          // lets a process "greedy" take input
 	came  atomic.Int64           // attachments that there were
@@ -293,6 +294,16 @@ func (n *fakeNode) DeleteVolume(_ context.Context, req *nodev1.DeleteVolumeReque
 	defer n.mu.Unlock()
 	delete(n.volumes, req.GetUid())
 	return &nodev1.DeleteVolumeResponse{}, n.take(req.GetCommand())
+}
+
+func (n *fakeNode) ReadJournal(ctx context.Context, req *nodev1.ReadJournalRequest) (*nodev1.ReadJournalResponse, error) {
+	n.mu.Lock()
+	read := n.read
+	n.mu.Unlock()
+	if read != nil {
+		read()
+	}
+	return n.UnimplementedAgentServiceServer.ReadJournal(ctx, req)
 }
 
 func (n *fakeNode) GetInventory(context.Context, *nodev1.GetInventoryRequest) (*nodev1.GetInventoryResponse, error) {

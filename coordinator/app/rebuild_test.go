@@ -6,12 +6,18 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/app"
+	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis"
 	"github.com/dormouse-run/dormouse/pkg/catalog/redis/redistest"
+	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fence"
+	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -152,5 +158,91 @@ func recoveryAcrossATransportChangeStartsAgain(t *testing.T, p redistest.Program
 	r.node("n1")
 	if _, err := dormousev1.NewSandboxServiceClient(r.conn(r.user)).CreateSandbox(context.Background(), box("")); err != nil {
 		t.Error(err)
+	}
+}
+
+// askedStore is a real store that tells when a caller of the API, not the coordinator itself, asks for its status, and counts how often
+// it was taken into service.
+type askedStore struct {
+	catalog.Store
+	asked   atomic.Bool
+	resumed atomic.Int32
+}
+
+func (s *askedStore) Status(ctx context.Context) (catalog.Status, error) {
+	if _, err := auth.From(ctx); err == nil {
+		s.asked.Store(true)
+	}
+	return s.Store.Status(ctx)
+}
+
+func (s *askedStore) Resume(ctx context.Context, epoch fence.Epoch) error {
+	s.resumed.Add(1)
+	return s.Store.Resume(ctx, epoch)
+}
+
+// A repair in the middle of which the server is replaced takes nothing into service, whatever the operator has accepted: what it
+// compared was of two servers. The next one may.
+func TestC17RepairAcrossATransportChangeStartsAgain(t *testing.T) {
+	server := redistest.Start(t)
+	r := newRig(t)
+	r.app.Stop()
+	store, err := redis.Open(context.Background(), redis.Options{Address: server.Socket, Catalog: r.cfg.Redis.Catalog})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &askedStore{Store: store}
+	if r.app, err = app.Start(context.Background(), r.cfg, app.WithStore(s), app.WithLog(io.Discard)); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "it leads", r.app.Leading)
+	n := r.node("n1")
+	reading, replaced := make(chan struct{}), make(chan struct{})
+	goOn := sync.OnceFunc(func() { close(replaced) })
+	t.Cleanup(goOn)
+	var once sync.Once
+	n.mu.Lock()
+	n.read = func() {
+		if s.asked.CompareAndSwap(true, false) { // the operator's repair: the coordinator's own waits for it
+			once.Do(func() {
+				close(reading)
+				<-replaced
+			})
+		}
+	}
+	n.mu.Unlock()
+	n.hangUp()
+	head := r.status().GetHead()
+	s.asked.Store(false)
+	n.witness = &nodev1.CatalogPoint{Incarnation: head.GetIncarnation(), Seq: head.GetSeq() + 100, Digest: "of what was lost"}
+	wantReason(t, n.dial(r.app.Addresses("node")[0], 20*time.Millisecond), errs.CatalogRewound)
+	eventually(t, "the node is let in", func() bool { return n.dial(r.app.Addresses("node")[0], 20*time.Millisecond) == nil })
+
+	keeper, accept := dormousev1.NewCatalogServiceClient(r.conn(r.root)), &dormousev1.RepairCatalogRequest{WithoutNodes: []string{"n1"}, AcceptLoss: true}
+	answer := make(chan error, 1)
+	go func() {
+		_, err := keeper.RepairCatalog(context.Background(), accept)
+		answer <- err
+	}()
+	<-reading
+	first, _ := s.Generation()
+	server.Kill(t)
+	server.Restart(t)
+	eventually(t, "the other process is met", func() bool {
+		_, err := s.Seq(context.Background())
+		now, _ := s.Generation()
+		return err == nil && now > first
+	})
+	goOn()
+	wantReason(t, <-answer, errs.StoreUnavailable)
+	if n := s.resumed.Load(); n != 0 {
+		t.Errorf("the catalog was taken into service %d times", n)
+	}
+	eventually(t, "the next one repairs", func() bool {
+		_, err := keeper.RepairCatalog(context.Background(), accept)
+		return err == nil
+	})
+	if st := r.status(); st.GetSuspended() != nil || st.GetHead().GetIncarnation() == head.GetIncarnation() {
+		t.Errorf("%v", st)
 	}
 }

@@ -302,6 +302,8 @@ type Reader interface {
 	GetByName(ctx context.Context, tenant string, kind Kind, name string) (Record, error)
 	// GetMany gives the records that exist, by key. At most MaxPage keys.
 	GetMany(ctx context.Context, keys []Key) (map[Key]Record, error)
+	// Living tells which of the keys have a record, in whatever phase. It reads none of them. At most MaxPage keys.
+	Living(ctx context.Context, keys []Key) (map[Key]bool, error)
 	List(ctx context.Context, q Query) (Page, error)
 	// Referrers pages through who refers to the target. An absent target has none. A page, its modes
 	// and its count are of one moment.

@@ -25,13 +25,13 @@ const (
 // Judge tells of up to catalog.MaxPage keys what the catalog says. All of it, or an error: a catalog that cannot be read,
 // or is suspended because it lost something, says nothing.
 func (e *Engine) Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key]Verdict, error) {
-	living, err := e.cfg.Catalog.GetMany(ctx, keys)
+	living, err := e.cfg.Catalog.Living(ctx, keys)
 	if err != nil {
 		return nil, err
 	}
 	verdicts := make(map[catalog.Key]Verdict, len(keys))
 	for _, key := range keys {
-		if _, ok := living[key]; ok {
+		if living[key] {
 			verdicts[key] = Owned
 			continue
 		}

@@ -300,9 +300,11 @@ func (e *Engine) changeSandbox(ctx context.Context, tenant, uid string, change f
 func (e *Engine) changeAs(ctx context.Context, owner fence.Owner, tenant, uid string, change func(context.Context, catalog.Reader, *records.Sandbox) ([]catalog.Put, error), with ...catalog.Key) (*records.Sandbox, error) {
 	var sb *records.Sandbox
 	res, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
-		r, err := readTogether(ctx, r, append(with, records.SandboxKey(tenant, uid))...)
-		if err != nil {
-			return catalog.Commit{}, err
+		var err error
+		if len(with) > 0 {
+			if r, err = readTogether(ctx, r, append(with, records.SandboxKey(tenant, uid))...); err != nil {
+				return catalog.Commit{}, err
+			}
 		}
 		if sb, err = e.sandbox(ctx, r, tenant, uid); err != nil {
 			return catalog.Commit{}, err

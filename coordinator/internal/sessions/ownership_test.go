@@ -89,7 +89,7 @@ func TestC12ReturningNodeKeepsADeletingSnapshot(t *testing.T) {
 // Neither a catalog nor a node that cannot be read is taken for an empty one: nothing is deleted and nothing
 // published until they can.
 func TestC13UnreadableMeansNothing(t *testing.T) {
-	for _, broken := range []string{"List", "Get", "GetMany", "Tombstone", "Status", "inventory"} {
+	for _, broken := range []string{"List", "Get", "Living", "Tombstone", "Status", "inventory"} {
 		t.Run(broken, func(t *testing.T) {
 			w := newWorld(t)
 			first := w.begin()
@@ -98,8 +98,8 @@ func TestC13UnreadableMeansNothing(t *testing.T) {
 			w.leave(first)
 
 			inv := there(orphan)
-			reads := broken == "GetMany" || broken == "Tombstone" || broken == "Status" // of the look for orphans
-			lost := !reads                                                              // a sandbox that was lost is, with or without tombstones
+			reads := broken == "Living" || broken == "Tombstone" || broken == "Status" // of the look for orphans
+			lost := !reads                                                             // a sandbox that was lost is, with or without tombstones
 			if !lost {
 				inv.Sandboxes = append(inv.Sandboxes, running(box, 1))
 			}

@@ -297,11 +297,11 @@ func (s *store) Tombstone(ctx context.Context, key catalog.Key) (catalog.Tombsto
 	return s.Store.Tombstone(ctx, key)
 }
 
-func (s *store) GetMany(ctx context.Context, keys []catalog.Key) (map[catalog.Key]catalog.Record, error) {
-	if err := s.check("GetMany"); err != nil {
+func (s *store) Living(ctx context.Context, keys []catalog.Key) (map[catalog.Key]bool, error) {
+	if err := s.check("Living"); err != nil {
 		return nil, err
 	}
-	return s.Store.GetMany(ctx, keys)
+	return s.Store.Living(ctx, keys)
 }
 
 func (s *store) Status(ctx context.Context) (catalog.Status, error) {

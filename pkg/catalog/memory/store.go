@@ -144,6 +144,24 @@ func (s *Store) GetMany(ctx context.Context, keys []catalog.Key) (map[catalog.Ke
 	return found, nil
 }
 
+// Living implements catalog.Reader.
+func (s *Store) Living(ctx context.Context, keys []catalog.Key) (map[catalog.Key]bool, error) {
+	if err := catalog.ValidateKeys(keys); err != nil {
+		return nil, err
+	}
+	if err := s.enter(ctx); err != nil {
+		return nil, err
+	}
+	defer s.mu.Unlock()
+	living := make(map[catalog.Key]bool, len(keys))
+	for _, k := range keys {
+		if _, ok := s.records[k]; ok {
+			living[k] = true
+		}
+	}
+	return living, nil
+}
+
 // List implements catalog.Reader.
 func (s *Store) List(ctx context.Context, q catalog.Query) (catalog.Page, error) {
 	size, err := q.Validate()

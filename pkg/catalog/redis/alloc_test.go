@@ -64,3 +64,33 @@ func TestC11_FilteredBeforeCopied(t *testing.T) {
 		})
 	}
 }
+
+// Who owns what a node holds is asked without reading, decoding or copying a record: 200 of 64 KiB cost less than two.
+func TestC11_OwnershipBorrowsRecords(t *testing.T) {
+	const size, many = 64 << 10, 200
+	server := redistest.Start(t)
+	for name, store := range map[string]catalog.Store{
+		"redis": open(t, redis.Options{Address: server.Socket}), "memory": memory.New(memory.Options{}),
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := catalogtest.NewFixture(t, store)
+			keys := []catalog.Key{catalogtest.Sandbox("never")}
+			for i := range many {
+				p := catalogtest.Create(catalogtest.Sandbox(fmt.Sprintf("held-%03d", i)))
+				p.Record.Phase, p.Record.Body = "Deleting", bytes.Repeat([]byte("x"), size)
+				f.Must(p)
+				keys = append(keys, p.Record.Key)
+			}
+			var living map[catalog.Key]bool
+			took := allocated(func() {
+				var err error
+				if living, err = f.Living(t.Context(), keys); err != nil {
+					t.Fatal(err)
+				}
+			})
+			if len(living) != many || living[keys[0]] || took > 2*size {
+				t.Errorf("%d live, and it allocated %d bytes; all bodies are %d", len(living), took, many*size)
+			}
+		})
+	}
+}

@@ -65,6 +65,31 @@ func (s *Store) GetMany(ctx context.Context, keys []catalog.Key) (map[catalog.Ke
 	return s.fetch(ctx, keys)
 }
 
+// Living implements catalog.Reader.
+func (s *Store) Living(ctx context.Context, keys []catalog.Key) (map[catalog.Key]bool, error) {
+	if err := catalog.ValidateKeys(keys); err != nil {
+		return nil, err
+	}
+	living := make(map[catalog.Key]bool, len(keys))
+	if len(keys) == 0 {
+		return living, nil
+	}
+	p := s.client.Pipeline()
+	cmds := make([]*goredis.IntCmd, len(keys))
+	for i, k := range keys {
+		cmds[i] = p.Exists(ctx, s.keys.record(k))
+	}
+	if _, err := p.Exec(ctx); err != nil {
+		return nil, readError(err)
+	}
+	for i, k := range keys {
+		if cmds[i].Val() > 0 {
+			living[k] = true
+		}
+	}
+	return living, nil
+}
+
 func (s *Store) fetch(ctx context.Context, keys []catalog.Key) (map[catalog.Key]catalog.Record, error) {
 	found := make(map[catalog.Key]catalog.Record, len(keys))
 	if len(keys) == 0 {
