@@ -110,6 +110,13 @@ func (r *run) end(ctx context.Context) error {
 		}
 	}
 	want := []string{"agentd" + strconv.Itoa(Nodes), "coordinator", "redis"}
+	var unknown []string
+	for _, part := range []string{"agentd", "coordinator", "runsc", "guest init", "redis"} {
+		if r.report.Executables[part] == "" {
+			unknown = append(unknown, part)
+		}
+	}
+	r.check("F11b", len(unknown) == 0, "the digests of what ran are recorded", "%d of them; not of %v", len(r.report.Executables), unknown)
 	r.check("F11b", slices.Equal(anew, want), "only the daemons that the run started anew were started anew", "%v", anew)
 	return nil
 }

@@ -189,10 +189,12 @@ func (l *Cluster) Parts() (map[string]string, error) {
 		return nil, err
 	}
 	all := map[string]string{}
-	for name, file := range map[string]string{
-		"agentd": filepath.Join(l.Bin, "agentd"), "coordinator": filepath.Join(l.Bin, "coordinator"), "redis": redis,
-		"runsc": filepath.Join(l.Bin, "bundle", "runsc"), "subject": filepath.Join(l.Bin, "loadsubject"),
-	} {
+	files := map[string]string{"coordinator": filepath.Join(l.Bin, "coordinator"), "redis": redis}
+	if !l.simulated {
+		files["agentd"], files["subject"] = filepath.Join(l.Bin, "agentd"), filepath.Join(l.Bin, "loadsubject")
+		files["runsc"], files["guest init"] = filepath.Join(l.Bin, "bundle", "runsc"), filepath.Join(l.Bin, "bundle", "guestinit.erofs")
+	}
+	for name, file := range files {
 		if all[name], err = digest(file); err != nil {
 			return nil, err
 		}
