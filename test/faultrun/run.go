@@ -178,13 +178,17 @@ func count(err error) int {
 	return 1
 }
 
+// because is the end of a sentence that says what went wrong, if anything did.
+func because(err error) string {
+	if err == nil {
+		return ""
+	}
+	return ": " + strings.ReplaceAll(err.Error(), "\n", "; ")
+}
+
 // found puts a number of subjects and what went wrong into words.
 func (r *run) found(err error) string {
-	text := fmt.Sprintf("%d of %d", len(r.subjects)-count(err), len(r.subjects))
-	if err != nil {
-		text += ": " + strings.ReplaceAll(err.Error(), "\n", "; ")
-	}
-	return text
+	return fmt.Sprintf("%d of %d%s", len(r.subjects)-count(err), len(r.subjects), because(err))
 }
 
 // ---- failed calls (F12) ---------------------------------------------------------

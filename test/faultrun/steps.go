@@ -144,7 +144,7 @@ func (r *run) firstBatch(ctx context.Context) error {
 	err := r.batch(ctx, 0, begun, nil)
 	wg.Wait()
 	r.check("F02", err == nil, "checkpoints of the first batch, all at once", "%s", r.found(err))
-	r.check("F03", created == nil && len(volumes) == len(r.subjects), "unrelated volumes created while Redis stood still", "%d of %d: %v", len(volumes), len(r.subjects), created)
+	r.check("F03", created == nil && len(volumes) == len(r.subjects), "unrelated volumes created while Redis stood still", "%d of %d%s", len(volumes), len(r.subjects), because(created))
 	for _, v := range volumes {
 		if gone := v.Delete(ctx, ""); gone != nil {
 			return gone
@@ -256,7 +256,7 @@ func (r *run) secondBatch(ctx context.Context) error {
 	})
 	wg.Wait()
 	r.check("F02", err == nil, "checkpoints of the second batch, all at once, while Redis, the coordinator and a node are lost", "%s", r.found(err))
-	r.check("F07", faults == nil, "Redis killed and back on the same data, coordinator started anew, a node lost", "%v", faults)
+	r.check("F07", faults == nil, "Redis killed and back on the same data, coordinator started anew, a node lost", "done%s", because(faults))
 	usable := r.all(ctx, func(ctx context.Context, o *one) error {
 		if o.node == Nodes {
 			return nil

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 )
@@ -78,11 +79,19 @@ var (
 	clocks    = regexp.MustCompile(`\b\d\d:\d\d:\d\d(\.\d+)?\b`)
 )
 
+// isMethod tells whether what looks like a path is the name of a call.
+func isMethod(found string) bool { return strings.Contains(found, "/dormouse.v1.") && strings.Count(found, "/") == 2 }
+
 // Clean takes out of a text what tells of a machine: paths, addresses, its name; of times the days stay.
 func Clean(text string) string {
 	text = times.ReplaceAllString(text, "$1")
 	text = locations.ReplaceAllString(text, "(location)")
-	text = paths.ReplaceAllString(text, "$1(path)")
+	text = paths.ReplaceAllStringFunc(text, func(found string) string {
+		if isMethod(found) {
+			return found
+		}
+		return paths.ReplaceAllString(found, "$1(path)")
+	})
 	text = addresses.ReplaceAllString(text, "(address)")
 	text = clocks.ReplaceAllString(text, "(time)")
 	if name := hostname(); name != "" {
@@ -97,6 +106,7 @@ func Leaks(text string) []string {
 	for _, kind := range []*regexp.Regexp{times, locations, paths, addresses, clocks} {
 		found = append(found, kind.FindAllString(text, -1)...)
 	}
+	found = slices.DeleteFunc(found, isMethod)
 	if name := hostname(); name != "" && regexp.MustCompile(`\b`+regexp.QuoteMeta(name)+`\b`).MatchString(text) {
 		found = append(found, name)
 	}
