@@ -80,7 +80,9 @@ var (
 )
 
 // isMethod tells whether what looks like a path is the name of a call.
-func isMethod(found string) bool { return strings.Contains(found, "/dormouse.v1.") && strings.Count(found, "/") == 2 }
+func isMethod(found string) bool {
+	return strings.Contains(found, "/dormouse.v1.") && strings.Count(found, "/") == 2
+}
 
 // Clean takes out of a text what tells of a machine: paths, addresses, its name; of times the days stay.
 func Clean(text string) string {
