@@ -112,6 +112,9 @@ func (b *bench) commands(box, snap, volume string) map[string]func(*nodev1.Comma
 		"CheckpointSandbox": func(cmd *nodev1.Command) error {
 			return second(b.agent.CheckpointSandbox(c, &nodev1.CheckpointSandboxRequest{Command: cmd, Uid: box, SnapshotUid: uid.New()}))
 		},
+		"ClaimSandbox": func(cmd *nodev1.Command) error {
+			return second(b.agent.ClaimSandbox(c, &nodev1.ClaimSandboxRequest{Command: cmd, Uid: box, Generation: 2}))
+		},
 		"DeleteSandbox": func(cmd *nodev1.Command) error {
 			return second(b.agent.DeleteSandbox(c, &nodev1.DeleteSandboxRequest{Command: cmd, Uid: box}))
 		},

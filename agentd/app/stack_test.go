@@ -30,7 +30,7 @@ import (
 
 // bench is one real agentd on a real node, with this test as its coordinator.
 type bench struct {
-	t       *testing.T
+	t       testing.TB
 	stack   *stack.Stack
 	image   string
 	command int
@@ -49,7 +49,7 @@ var built struct {
 }
 
 // binaries builds agentd and a runtime bundle once for all tests.
-func binaries(t *testing.T) string {
+func binaries(t testing.TB) string {
 	t.Helper()
 	built.once.Do(func() {
 		if built.dir, built.err = os.MkdirTemp("", "agentd-test-"); built.err != nil {
@@ -139,7 +139,7 @@ raise_limits: false
 log: {level: debug}
 `
 
-func newBench(t *testing.T) *bench {
+func newBench(t testing.TB) *bench {
 	t.Helper()
 	bin := binaries(t)
 	s := stack.New(t, stack.Options{Bin: bin})
@@ -214,6 +214,15 @@ func (b *bench) cmd() *nodev1.Command {
 	return &nodev1.Command{CoordinatorEpoch: 1, SessionEpoch: b.coord.epoch(), CommandId: fmt.Sprintf("command-%d", b.command), Tenant: "dev"}
 }
 
+// numbered gives commands to who asks beside the test.
+func (b *bench) numbered(prefix string) func() *nodev1.Command {
+	n := 0
+	return func() *nodev1.Command {
+		n++
+		return &nodev1.Command{CoordinatorEpoch: 1, SessionEpoch: b.coord.epoch(), CommandId: fmt.Sprintf("%s-%d", prefix, n), Tenant: "dev"}
+	}
+}
+
 func (b *bench) start(change ...func(*nodev1.StartSandboxRequest)) *nodev1.SandboxObservation {
 	b.t.Helper()
 	req := &nodev1.StartSandboxRequest{Command: b.cmd(), Uid: uid.New(), Generation: 1, Spec: &dormousev1.SandboxSpec{Image: b.image}}
@@ -257,20 +266,20 @@ func (b *bench) doctor() {
 	}
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
 	}
 }
 
-func ctx(t *testing.T) context.Context {
+func ctx(t testing.TB) context.Context {
 	c, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	t.Cleanup(cancel)
 	return c
 }
 
-func eventually(t *testing.T, what string, cond func() bool) {
+func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
 	c := ctx(t)
 	tick := time.NewTicker(20 * time.Millisecond)

@@ -103,6 +103,10 @@ var capabilities = []string{
 	"CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT",
 }
 
+// initOnly is what guest init has besides, to set the host name of a sandbox that is claimed. It takes it out of its bounding set before it
+// starts anything, so that nothing else can have it.
+const initOnly = "CAP_SYS_ADMIN"
+
 // Capabilities are those of everything in a sandbox: docker's default set.
 func Capabilities() []string { return slices.Clone(capabilities) }
 
@@ -114,7 +118,7 @@ func New(s Sandbox) (*specs.Spec, error) {
 	if err := check(s); err != nil {
 		return nil, err
 	}
-	caps := func() []string { return slices.Clone(capabilities) }
+	own := func() []string { return append(slices.Clone(capabilities), initOnly) }
 	return &specs.Spec{
 		Version:  version,
 		Hostname: s.Hostname,
@@ -123,7 +127,7 @@ func New(s Sandbox) (*specs.Spec, error) {
 			Args:         append([]string{InitPath}, s.InitArgs...),
 			Cwd:          "/",
 			Env:          []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
-			Capabilities: &specs.LinuxCapabilities{Bounding: caps(), Effective: caps(), Permitted: caps()},
+			Capabilities: &specs.LinuxCapabilities{Bounding: own(), Effective: own(), Permitted: own()},
 			Rlimits: []specs.POSIXRlimit{
 				{Type: "RLIMIT_NOFILE", Hard: 1 << 20, Soft: 1 << 20},
 			},
