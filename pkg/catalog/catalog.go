@@ -48,6 +48,8 @@ const (
 	KindSandbox   Kind = "sandbox"
 	KindSnapshot  Kind = "snapshot"
 	KindVolume    Kind = "volume"
+	KindTemplate  Kind = "template"
+	KindPool      Kind = "pool"
 	KindNode      Kind = "node"
 	KindImage     Kind = "image"
 	KindOperation Kind = "operation"

@@ -49,6 +49,8 @@ type Client struct {
 	operations dormousev1.OperationServiceClient
 	events     dormousev1.EventServiceClient
 	catalog    dormousev1.CatalogServiceClient
+	templates  dormousev1.TemplateServiceClient
+	pools      dormousev1.PoolServiceClient
 }
 
 // Dial makes a client. It does not connect: the first call does.
@@ -89,7 +91,7 @@ func New(cc *grpc.ClientConn) *Client {
 		snapshots: dormousev1.NewSnapshotServiceClient(cc), volumes: dormousev1.NewVolumeServiceClient(cc),
 		nodes: dormousev1.NewNodeServiceClient(cc), images: dormousev1.NewImageServiceClient(cc),
 		operations: dormousev1.NewOperationServiceClient(cc), events: dormousev1.NewEventServiceClient(cc),
-		catalog: dormousev1.NewCatalogServiceClient(cc),
+		catalog: dormousev1.NewCatalogServiceClient(cc), templates: dormousev1.NewTemplateServiceClient(cc), pools: dormousev1.NewPoolServiceClient(cc),
 	}
 }
 

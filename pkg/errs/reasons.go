@@ -77,6 +77,7 @@ const (
 	QueueFull       Reason = "QUEUE_FULL"        // details: resource, limit
 	OutOfMemory     Reason = "OUT_OF_MEMORY"     // the node's; details: resource, asked, left
 	NodeFull        Reason = "NODE_FULL"         // the node has all of its sandboxes; details: resource, asked, left
+	PoolEmpty       Reason = "POOL_EMPTY"        // no member is ready; details: pool or template, ready, filling, size
 	SandboxDiskFull Reason = "SANDBOX_DISK_FULL" // the sandbox's own, or a volume's; details: path
 
 	// It cannot be reached now.
@@ -94,6 +95,7 @@ const (
 	GuestSilent         Reason = "GUEST_SILENT" // guest init does not answer; details: uid
 	TransferCut         Reason = "TRANSFER_CUT" // the helper of a transfer ended before the transfer did; details: uid
 	PortClosed          Reason = "PORT_CLOSED"  // nothing listens there inside; details: port
+	ClaimFailed         Reason = "CLAIM_FAILED" // the claimed sandbox could not be resumed, and is deleted; details: uid, node, cause
 
 	// It ended before it was known.
 	DeadlineExpired Reason = "DEADLINE_EXPIRED"
@@ -107,6 +109,7 @@ const (
 	StateDamaged    Reason = "STATE_DAMAGED"    // the node's state file; the message names the way out
 
 	NotSupported  Reason = "NOT_SUPPORTED"  // details: feature
+	SetupFailed   Reason = "SETUP_FAILED"   // a template's command; details: step, index, exit_code, timed_out, output_tail
 	SandboxFailed Reason = "SANDBOX_FAILED" // the runtime could not run it; details: step
 	InternalError Reason = "INTERNAL_ERROR"
 )
@@ -152,11 +155,11 @@ var table = map[Reason]row{
 	IncompatibleRuntime: conflict, IncompatibleNode: conflict, CatalogNotEmpty: conflict, RestoreUnfinished: conflict,
 	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict, InputTaken: conflict,
 
-	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted, NodeFull: exhausted,
+	NoNodeFits: exhausted, DiskFull: exhausted, TooMany: exhausted, QueueFull: exhausted, OutOfMemory: exhausted, NodeFull: exhausted, PoolEmpty: exhausted,
 
 	NoLeader: unavailable, NodeAway: unavailable, Fenced: unavailable, StoreUnavailable: unavailable,
 	StoreNotDurable: unavailable, CatalogRewound: unavailable, RegistryUnreachable: unavailable, RegistryUntrusted: unavailable,
-	ContainerdAway: unavailable, SaveFailed: unavailable, ShuttingDown: unavailable, GuestSilent: unavailable,
+	ContainerdAway: unavailable, SaveFailed: unavailable, ShuttingDown: unavailable, GuestSilent: unavailable, ClaimFailed: unavailable,
 
 	DeadlineExpired: {DeadlineExceeded, SameOperation, Unknown},
 	CallCancelled:   {Cancelled, SameOperation, Unknown},
@@ -166,6 +169,7 @@ var table = map[Reason]row{
 
 	NotSupported:  {Unsupported, Never, NotStarted},
 	SandboxFailed: {Internal, Never, Terminal},
+	SetupFailed:   {Internal, Never, Terminal},
 	InternalError: {Internal, SameOperation, Unknown},
 }
 

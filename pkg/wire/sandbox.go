@@ -132,6 +132,12 @@ func resourcesFromProto(p *dormousev1.Resources) sandbox.Resources {
 	}
 }
 
+func conditionToProto(c sandbox.Condition) *dormousev1.Condition {
+	return &dormousev1.Condition{
+		Type: text(c.Type), Status: c.Status, Reason: text(c.Reason), Message: text(c.Message), LastTransitionTime: toTime(c.LastTransitionTime),
+	}
+}
+
 // StatusToProto gives the public form of a status. The observation counter stays between node and coordinator.
 func StatusToProto(s sandbox.Status) *dormousev1.SandboxStatus {
 	p := &dormousev1.SandboxStatus{
@@ -142,9 +148,7 @@ func StatusToProto(s sandbox.Status) *dormousev1.SandboxStatus {
 		StartQueued: toDuration(s.StartQueued), StartService: toDuration(s.StartService),
 	}
 	for _, c := range s.Conditions {
-		p.Conditions = append(p.Conditions, &dormousev1.Condition{
-			Type: text(c.Type), Status: c.Status, Reason: text(c.Reason), Message: text(c.Message), LastTransitionTime: toTime(c.LastTransitionTime),
-		})
+		p.Conditions = append(p.Conditions, conditionToProto(c))
 	}
 	return p
 }

@@ -37,6 +37,12 @@ func names(kind string) []string {
 		return namesOf(c.ListSnapshots(ctx, &dormousev1.ListSnapshotsRequest{}))
 	case "VOLUME":
 		return namesOf(c.ListVolumes(ctx, &dormousev1.ListVolumesRequest{}))
+	case "TEMPLATE":
+		return namesOf(c.ListTemplates(ctx, &dormousev1.ListTemplatesRequest{}))
+	case "POOL":
+		return namesOf(c.ListPools(ctx, &dormousev1.ListPoolsRequest{}))
+	case "TEMPLATE|POOL":
+		return append(namesOf(c.ListPools(ctx, &dormousev1.ListPoolsRequest{})), namesOf(c.ListTemplates(ctx, &dormousev1.ListTemplatesRequest{}))...)
 	case "NODE":
 		var out []string
 		for n, err := range c.ListNodes(ctx) {

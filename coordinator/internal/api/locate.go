@@ -43,6 +43,9 @@ func (s *Server) locate(ctx context.Context, u string) (nodeclient.Place, error)
 	if err != nil {
 		return nodeclient.Place{}, err
 	}
+	if found.Hidden() {
+		return nodeclient.Place{}, notFound(catalog.KindSandbox, u)
+	}
 	sb, err := s.awake(ctx, found)
 	if err != nil {
 		return nodeclient.Place{}, err

@@ -411,6 +411,14 @@ func (n *willing) ResumeSandbox(_ context.Context, _ string, c operations.Comman
 	return n.observed(c, u), nil
 }
 
+func (n *willing) ClaimSandbox(_ context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	return n.observed(c, sb.UID), nil
+}
+
+func (n *willing) RunProcess(context.Context, string, operations.Command, string, operations.Process) (operations.ProcessEnd, error) {
+	return operations.ProcessEnd{}, nil
+}
+
 func (n *willing) DeleteSnapshot(context.Context, string, operations.Command, string) (fence.Epoch, error) {
 	return n.session, nil
 }

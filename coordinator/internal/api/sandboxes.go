@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
@@ -66,11 +67,7 @@ func one(ctx context.Context, e *operations.Engine, op *operations.Operation) (*
 }
 
 func (s sandboxService) GetSandbox(ctx context.Context, req *dormousev1.GetSandboxRequest) (*dormousev1.GetSandboxResponse, error) {
-	rec, err := s.get(ctx, catalog.KindSandbox, "uid", req.GetUid())
-	if err != nil {
-		return nil, err
-	}
-	sb, err := records.SandboxOf(rec)
+	sb, err := s.sandbox(ctx, "uid", req.GetUid())
 	if err != nil {
 		return nil, err
 	}
@@ -82,11 +79,7 @@ const networkTime = 5 * time.Second
 
 // GetSandboxNetwork asks the node; what has none says so by itself.
 func (s sandboxService) GetSandboxNetwork(ctx context.Context, req *dormousev1.GetSandboxNetworkRequest) (*dormousev1.GetSandboxNetworkResponse, error) {
-	rec, err := s.get(ctx, catalog.KindSandbox, "uid", req.GetUid())
-	if err != nil {
-		return nil, err
-	}
-	sb, err := records.SandboxOf(rec)
+	sb, err := s.sandbox(ctx, "uid", req.GetUid())
 	if err != nil {
 		return nil, err
 	}
@@ -143,7 +136,7 @@ func (s sandboxService) ListSandboxes(ctx context.Context, req *dormousev1.ListS
 		filter: filterID("sandboxes", req.GetName(), req.GetNode(), string(phase), fmt.Sprintf("%q", sorted)),
 		keep: func(r catalog.Record) (bool, error) {
 			sb, err := records.SandboxOf(r)
-			return err == nil && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels), err
+			return err == nil && !sb.Hidden() && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels), err
 		}})
 	if err != nil {
 		return nil, err
@@ -178,6 +171,9 @@ func (s sandboxService) WatchSandboxes(req *dormousev1.WatchSandboxesRequest, st
 			sb, err := records.SandboxOf(*w.rec)
 			if err != nil {
 				return err
+			}
+			if sb.Hidden() {
+				return nil
 			}
 			resp.Sandbox = sandboxToProto(sb)
 		}
@@ -338,6 +334,63 @@ func (s sandboxService) HibernateSandbox(ctx context.Context, req *dormousev1.Hi
 		return e.HibernateSandbox(ctx, c, operations.Turn{UID: req.GetUid()})
 	})
 	return &dormousev1.HibernateSandboxResponse{Sandbox: sb, OperationId: op}, err
+}
+
+func (s sandboxService) ClaimSandbox(ctx context.Context, req *dormousev1.ClaimSandboxRequest) (*dormousev1.ClaimSandboxResponse, error) {
+	claim, err := claimOf(req)
+	if err != nil {
+		return nil, err
+	}
+	e, c, err := s.mutate(ctx, req.GetOperationId())
+	if err != nil {
+		return nil, err
+	}
+	op, err := e.ClaimSandbox(ctx, c, claim)
+	if err != nil {
+		return nil, err
+	}
+	resp := &dormousev1.ClaimSandboxResponse{OperationId: op.ID}
+	if len(op.Plan.Copies) > 0 {
+		resp.Sandbox, err = one(ctx, e, op)
+		return resp, err
+	}
+	sb, err := e.Changed(ctx, op)
+	if err != nil {
+		return nil, err
+	}
+	resp.Sandbox, resp.PoolUid = sandboxToProto(sb), sb.ClaimedFrom
+	return resp, nil
+}
+
+// claimOf reads what of the template's settings a claim replaces.
+func claimOf(req *dormousev1.ClaimSandboxRequest) (operations.ClaimSandbox, error) {
+	c := operations.ClaimSandbox{TemplateUID: req.GetTemplateUid(), PoolUID: req.GetPoolUid(), Name: req.GetName(), Labels: req.GetLabels(), WakeOnUse: req.WakeOnUse}
+	switch req.GetFallback() {
+	case dormousev1.ClaimFallback_CLAIM_FALLBACK_UNSPECIFIED, dormousev1.ClaimFallback_CLAIM_FALLBACK_RESTORE:
+	case dormousev1.ClaimFallback_CLAIM_FALLBACK_REFUSE:
+		c.Refuse = true
+	default:
+		return c, errs.New(errs.InvalidField, "fallback: restore or refuse").With("field", "fallback")
+	}
+	var err error
+	if c.OnIdle, err = wire.IdleActionFromProto(req.GetOnIdle()); err != nil {
+		return c, err
+	}
+	for _, t := range []struct {
+		field string
+		from  *durationpb.Duration
+		to    **time.Duration
+	}{{"lifetime", req.GetLifetime(), &c.Lifetime}, {"idle_timeout", req.GetIdleTimeout(), &c.Idle}} {
+		if t.from == nil {
+			continue
+		}
+		d, err := wire.TimerFromProto(t.field, t.from)
+		if err != nil {
+			return c, err
+		}
+		*t.to = &d
+	}
+	return c, nil
 }
 
 // change runs an operation that changes one sandbox, and gives the sandbox and the operation's id.

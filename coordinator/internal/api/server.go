@@ -17,6 +17,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/auth"
 	"github.com/dormouse-run/dormouse/coordinator/internal/nodeclient"
 	"github.com/dormouse-run/dormouse/coordinator/internal/operations"
+	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/coordinator/internal/sessions"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -110,6 +111,8 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	dormousev1.RegisterSandboxServiceServer(r, sandboxService{Server: s})
 	dormousev1.RegisterSnapshotServiceServer(r, snapshotService{Server: s})
 	dormousev1.RegisterVolumeServiceServer(r, volumeService{Server: s})
+	dormousev1.RegisterTemplateServiceServer(r, templateService{Server: s})
+	dormousev1.RegisterPoolServiceServer(r, poolService{Server: s})
 	dormousev1.RegisterNodeServiceServer(r, nodeService{Server: s})
 	dormousev1.RegisterImageServiceServer(r, imageService{Server: s})
 	dormousev1.RegisterOperationServiceServer(r, operationService{Server: s})
@@ -148,6 +151,19 @@ func (s *Server) get(ctx context.Context, kind catalog.Kind, field, u string) (c
 		return rec, notFound(kind, u)
 	}
 	return rec, err
+}
+
+// sandbox reads a sandbox that is the caller's to use.
+func (s *Server) sandbox(ctx context.Context, field, u string) (*records.Sandbox, error) {
+	rec, err := s.get(ctx, catalog.KindSandbox, field, u)
+	if err != nil {
+		return nil, err
+	}
+	sb, err := records.SandboxOf(rec)
+	if err == nil && sb.Hidden() {
+		err = notFound(catalog.KindSandbox, u)
+	}
+	return sb, err
 }
 
 func checkUID(field, u string) error {

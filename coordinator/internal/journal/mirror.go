@@ -16,7 +16,7 @@ import (
 )
 
 // Kinds are those whose records are kept by the nodes that they concern.
-var Kinds = []catalog.Kind{catalog.KindNode, catalog.KindVolume, catalog.KindSnapshot, catalog.KindSandbox, catalog.KindOperation}
+var Kinds = []catalog.Kind{catalog.KindNode, catalog.KindVolume, catalog.KindSnapshot, catalog.KindTemplate, catalog.KindPool, catalog.KindSandbox, catalog.KindOperation}
 
 // Catalog is what a mirror reads.
 type Catalog interface {

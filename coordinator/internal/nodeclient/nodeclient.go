@@ -233,6 +233,11 @@ func (p *Pool) ResumeSandbox(ctx context.Context, node string, c operations.Comm
 	})
 }
 
+// ClaimSandbox returns when a member of a pool runs as the claimer's sandbox.
+func (p *Pool) ClaimSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	return p.ResumeSandbox(ctx, node, c, sb.UID)
+}
+
 // HibernateSandbox returns when the sandbox is on the node's disk alone.
 func (p *Pool) HibernateSandbox(ctx context.Context, node string, c operations.Command, uid string, ifUnusedFor time.Duration) (operations.Observation, error) {
 	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {

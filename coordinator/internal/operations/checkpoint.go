@@ -31,11 +31,7 @@ func (e *Engine) CheckpointSandbox(ctx context.Context, c Call, req CheckpointSa
 
 // source reads a sandbox that can be captured.
 func (e *Engine) source(ctx context.Context, r catalog.Reader, tenant, field, u string) (*records.Sandbox, error) {
-	rec, err := e.find(ctx, r, field, records.SandboxKey(tenant, u))
-	if err != nil {
-		return nil, err
-	}
-	sb, err := records.SandboxOf(rec)
+	sb, rec, err := e.findSandbox(ctx, r, field, tenant, u)
 	if err == nil && sb.Status.Phase != sandbox.Running && sb.Status.Phase != sandbox.Paused {
 		err = wrongPhase(rec.Key, rec.Phase, string(sandbox.Running))
 	}
@@ -45,15 +41,20 @@ func (e *Engine) source(ctx context.Context, r catalog.Reader, tenant, field, u 
 // reserveSnapshot makes the records of a snapshot to be taken: itself, with its references, and the
 // source, which says that it is being captured.
 func (e *Engine) reserveSnapshot(op *Operation, sb *records.Sandbox, name string, labels map[string]string) (writes, error) {
+	op.Plan.SnapshotUID, op.Plan.MakesSnapshot = uid.New(), true
+	return e.snapshotOf(op, sb, op.Plan.SnapshotUID, name, labels)
+}
+
+// snapshotOf makes the records of a snapshot of that uid.
+func (e *Engine) snapshotOf(op *Operation, sb *records.Sandbox, u, name string, labels map[string]string) (writes, error) {
 	snap := &records.Snapshot{SourceSpec: sb.Spec.Clone(), SourceNode: sb.Status.Node}
-	snap.UID, snap.Tenant, snap.Name, snap.Labels = uid.New(), op.Tenant, name, labels
+	snap.UID, snap.Tenant, snap.Name, snap.Labels = u, op.Tenant, name, labels
 	snap.Generation, snap.Created, snap.OperationID = 1, op.Created, op.ID
 	snap.SourceSandboxUID = sb.UID
 	snap.Status.Phase, snap.Status.Image = snapshot.Preparing, sb.Spec.Image
 	for _, m := range sb.Spec.Volumes {
 		snap.Status.Volumes = append(snap.Status.Volumes, snapshot.VolumeReference{VolumeUID: m.VolumeUID, Path: m.Path, ReadOnly: m.ReadOnly})
 	}
-	op.Plan.SnapshotUID, op.Plan.MakesSnapshot = snap.UID, true
 	sb.Captures = append(sb.Captures, snap.UID)
 	e.capturing(sb, "Checkpoint", "snapshot "+snap.UID)
 	var p puts

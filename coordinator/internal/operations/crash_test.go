@@ -17,6 +17,8 @@ type scene struct {
 	setUp func(*testing.T, *term) func(context.Context, *term, operations.Call) (*operations.Operation, error)
 	want  errs.Reason // of a failure that the node causes
 	fail  func(verb, u string) error
+	// settle waits for what goes on beside the operation.
+	settle func(*world)
 }
 
 func create(name string, volumes ...string) func(context.Context, *term, operations.Call) (*operations.Operation, error) {
@@ -187,7 +189,7 @@ func scenes() []scene {
 // another on the same catalog, and asks again with the same operation id: the end is that of an
 // undisturbed run, and nothing is left over.
 func TestCrashAtEveryBoundary(t *testing.T) {
-	for _, sc := range scenes() {
+	for _, sc := range append(scenes(), warmScenes()...) {
 		t.Run(sc.name, func(t *testing.T) {
 			boundaries := playScene(t, sc, 0)
 			if boundaries < 4 {
@@ -233,6 +235,9 @@ func playScene(t *testing.T, sc scene, crash int) int {
 	again, err2 := do(context.Background(), e, c)
 	if errs.ReasonOf(err2) != sc.want || err == nil && again.ID != op.ID {
 		t.Fatalf("a replay gave %v, %v", again, err2)
+	}
+	if sc.settle != nil {
+		sc.settle(w)
 	}
 	w.agree(e)
 	e.stop()

@@ -18,11 +18,7 @@ type ender func(*Operation) (catalog.Put, error)
 // DeleteSandbox ends a sandbox in whatever phase, and returns when its node no longer has it.
 func (e *Engine) DeleteSandbox(ctx context.Context, c Call, req Delete) (*Operation, error) {
 	return e.submit(ctx, c, KindDeleteSandbox, req, nil, func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
-		rec, err := e.find(ctx, r, "uid", records.SandboxKey(op.Tenant, req.UID))
-		if err != nil {
-			return writes{}, err
-		}
-		sb, err := records.SandboxOf(rec)
+		sb, _, err := e.findSandbox(ctx, r, "uid", op.Tenant, req.UID)
 		if err != nil {
 			return writes{}, err
 		}

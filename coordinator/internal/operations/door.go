@@ -72,6 +72,19 @@ func (e *Engine) find(ctx context.Context, r catalog.Reader, field string, key c
 		With("uid", key.UID).With("current_uid", heir.UID).With("name", trace.Name)
 }
 
+// findSandbox is find for a sandbox that is the caller's to use: what a pool or a template has is not.
+func (e *Engine) findSandbox(ctx context.Context, r catalog.Reader, field, tenant, u string) (*records.Sandbox, catalog.Record, error) {
+	rec, err := e.find(ctx, r, field, records.SandboxKey(tenant, u))
+	if err != nil {
+		return nil, rec, err
+	}
+	sb, err := records.SandboxOf(rec)
+	if err == nil && sb.Hidden() {
+		err = errs.New(errs.ObjectNotFound, "there is no %s %s", rec.Kind, u).With("kind", string(rec.Kind)).With("uid", u)
+	}
+	return sb, rec, err
+}
+
 // wrongPhase says what an object's phase does not allow.
 func wrongPhase(key catalog.Key, phase, want string) error {
 	return errs.New(errs.WrongPhase, "%s %s is %s; it must be %s", key.Kind, key.UID, phase, want).

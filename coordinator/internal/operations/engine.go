@@ -109,6 +109,10 @@ type Engine struct {
 	placed   map[string]map[string]reservation // by node, by sandbox uid
 	timers   map[string]*timer                 // by sandbox uid: those that have one
 	used     map[string]time.Time              // by sandbox uid: as nodes told in this term
+	members  members                           // of pools
+	pools    map[string]*poolState             // by uid
+
+	keeper chan struct{} // wakes the keeper; holds one
 }
 
 type reservation struct{ placement.Resources }
@@ -118,6 +122,7 @@ type task struct {
 	op      *Operation
 	kind    Kind      // of op, for others than its goroutine
 	created time.Time // of op, too
+	cold    bool      // a claim that restores
 	secrets map[string]string
 	leave   func() // ends the turn of a deletion; nil while it has none
 	active  atomic.Bool
@@ -139,7 +144,8 @@ var errInterrupted = errors.New("the sandbox is being deleted")
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	cfg.defaults()
 	e := &Engine{cfg: cfg, log: cfg.Log, turns: newTurns(cfg.DeletionsPerNode), gate: newGate(cfg.Accepting, cfg.MaxPending), deleting: make(map[string]int), ended1m: make(map[Kind]*rate),
-		tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time)}
+		tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time),
+		members: newMembers(), pools: make(map[string]*poolState), keeper: make(chan struct{}, 1)}
 	e.ctx, e.cancel = context.WithCancelCause(ctx)
 	pending, err := e.load(ctx)
 	if err != nil {
@@ -151,6 +157,8 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.wg.Go(e.sweep)
 	e.wg.Go(e.tick)
+	e.wg.Go(e.keep)
+	e.wakeKeeper()
 	return e, nil
 }
 
@@ -173,6 +181,9 @@ func (e *Engine) load(ctx context.Context) ([]*Operation, error) {
 		return err
 	})
 	if err != nil {
+		return nil, err
+	}
+	if err := e.loadPools(ctx); err != nil {
 		return nil, err
 	}
 	var pending []*Operation
@@ -211,7 +222,7 @@ func (e *Engine) launch(op *Operation, secrets map[string]string) *task {
 	if t := e.tasks[key]; t != nil || e.stopped {
 		return t
 	}
-	t := &task{op: op, kind: op.Kind, created: op.Created, secrets: secrets, done: make(chan struct{})}
+	t := &task{op: op, kind: op.Kind, created: op.Created, cold: op.Kind == KindClaimSandbox && len(op.Plan.Copies) > 0, secrets: secrets, done: make(chan struct{})}
 	e.tasks[key] = t
 	if t.kind.paced() {
 		e.deleting[op.Tenant]++
@@ -222,6 +233,9 @@ func (e *Engine) launch(op *Operation, secrets map[string]string) *task {
 		delete(e.tasks, key)
 		if t.kind.paced() {
 			e.deletionEnded(t)
+		}
+		if len(e.pools) > 0 {
+			e.wakeKeeper()
 		}
 		e.mu.Unlock()
 		close(t.done)
@@ -285,6 +299,16 @@ func (e *Engine) step(ctx context.Context, t *task) error {
 		return e.driveUpdate(ctx, t)
 	case KindCreateVolume:
 		return e.driveVolume(ctx, t)
+	case KindCreateTemplate:
+		return e.driveTemplate(ctx, t)
+	case KindDeleteTemplate:
+		return e.driveTemplateDeletion(ctx, t)
+	case KindDeletePool:
+		return e.drivePoolDeletion(ctx, t)
+	case KindFillPool:
+		return e.driveFill(ctx, t)
+	case KindClaimSandbox:
+		return e.driveClaim(ctx, t)
 	}
 	return e.finish(ctx, t, errs.New(errs.NotSupported, "this coordinator does not know operations of kind %s", t.op.Kind), nil)
 }

@@ -20,6 +20,9 @@ func (e *Engine) account(sb *records.Sandbox) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.clock(sb)
+	if e.members.track(sb) {
+		e.wakeKeeper()
+	}
 	e.unplace(sb.UID)
 	if sb.Status.Node != "" && sb.Status.Phase.OnNode() {
 		e.reserve(sb.Status.Node, sb.UID, request(sb))
@@ -31,6 +34,9 @@ func (e *Engine) forget(uid string) {
 	defer e.mu.Unlock()
 	delete(e.timers, uid)
 	delete(e.used, uid)
+	if e.members.drop(uid) {
+		e.wakeKeeper()
+	}
 	e.unplace(uid)
 }
 
@@ -103,7 +109,7 @@ func (e *Engine) place(ctx context.Context, uid string, r placement.Request, sin
 		if !errors.As(err, &nofit) {
 			return "", finally(err)
 		}
-		wait := nofit.Transient || len(nofit.Why) == 0
+		wait := nofit.Transient || len(nofit.Why) == 0 || e.yield(r)
 		if !wait || e.cfg.Now().Sub(since) > e.cfg.PlacementWait {
 			return "", finally(nofit.Envelope())
 		}

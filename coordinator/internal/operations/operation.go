@@ -41,6 +41,13 @@ const (
 	KindDeleteVolume      Kind = "DeleteVolume"
 	KindCordonNode        Kind = "CordonNode"
 	KindUncordonNode      Kind = "UncordonNode"
+	KindCreateTemplate    Kind = "CreateTemplate"
+	KindDeleteTemplate    Kind = "DeleteTemplate"
+	KindCreatePool        Kind = "CreatePool"
+	KindUpdatePool        Kind = "UpdatePool"
+	KindDeletePool        Kind = "DeletePool"
+	KindFillPool          Kind = "FillPool"
+	KindClaimSandbox      Kind = "ClaimSandbox"
 )
 
 // Copy is a sandbox that the operation makes, with the volumes it makes for it.
@@ -80,6 +87,8 @@ type Result struct {
 	Sandboxes []*records.Sandbox `json:"sandboxes,omitempty"`
 	Snapshot  *records.Snapshot  `json:"snapshot,omitempty"`
 	Volume    *records.Volume    `json:"volume,omitempty"`
+	Template  *records.Template  `json:"template,omitempty"`
+	Pool      *records.Pool      `json:"pool,omitempty"`
 	// Revisions are those of the sandboxes, or of the one object.
 	Revisions []uint64 `json:"revisions,omitempty"`
 }
@@ -177,6 +186,10 @@ func (r *Result) keepRevisions() {
 		r.Revisions = []uint64{r.Snapshot.Revision}
 	case r.Volume != nil:
 		r.Revisions = []uint64{r.Volume.Revision}
+	case r.Template != nil:
+		r.Revisions = []uint64{r.Template.Revision}
+	case r.Pool != nil:
+		r.Revisions = []uint64{r.Pool.Revision}
 	}
 }
 
@@ -189,6 +202,10 @@ func (r *Result) restoreRevisions() {
 			r.Snapshot.Revision = rev
 		case r.Volume != nil:
 			r.Volume.Revision = rev
+		case r.Template != nil:
+			r.Template.Revision = rev
+		case r.Pool != nil:
+			r.Pool.Revision = rev
 		}
 	}
 }

@@ -56,6 +56,24 @@ type Observation struct {
 	Session fence.Epoch
 }
 
+// Process is a command to run in a sandbox.
+type Process struct {
+	ID         string
+	Argv       []string
+	Env        map[string]string
+	User       string
+	WorkingDir string
+	Timeout    time.Duration
+}
+
+// ProcessEnd is how a process ended.
+type ProcessEnd struct {
+	Code     int
+	TimedOut bool
+	// Tail is the end of its output and errors, where it failed.
+	Tail string
+}
+
 // Agents are the nodes. A call fails with NODE_AWAY where the node has no session, with the node's
 // own envelope where it answered, and with an outcome of unknown otherwise. The returned epoch is
 // of the session that the call was made under.
@@ -68,6 +86,10 @@ type Agents interface {
 	PauseSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)
 	HibernateSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)
 	ResumeSandbox(ctx context.Context, node string, c Command, uid string) (Observation, error)
+	// ClaimSandbox resumes a paused sandbox with the identity that its record has now.
+	ClaimSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox) (Observation, error)
+	// RunProcess starts a process in a sandbox, at most once for its id, and gives its end.
+	RunProcess(ctx context.Context, node string, c Command, sandboxUID string, p Process) (ProcessEnd, error)
 	DeleteSnapshot(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)
 	CreateVolume(ctx context.Context, node string, c Command, uid string, sizeLimit int64, sourceUID, freezeSandboxUID string) (usage int64, session fence.Epoch, err error)
 	DeleteVolume(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)

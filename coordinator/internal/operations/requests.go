@@ -5,6 +5,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/volume"
+	"github.com/dormouse-run/dormouse/pkg/warm"
 )
 
 // Call is who asks.
@@ -107,4 +108,49 @@ type Delete struct {
 // Cordon is a request to keep new work from a node, or to allow it again.
 type Cordon struct {
 	Name string `json:"name"`
+}
+
+// CreateTemplate is a request.
+type CreateTemplate struct {
+	Name   string            `json:"name,omitempty"`
+	Labels map[string]string `json:"labels,omitempty"`
+	Spec   warm.TemplateSpec `json:"spec"`
+}
+
+// CreatePool is a request.
+type CreatePool struct {
+	Name   string            `json:"name,omitempty"`
+	Labels map[string]string `json:"labels,omitempty"`
+	Spec   warm.PoolSpec     `json:"spec"`
+}
+
+// UpdatePool is a request. What is nil stays as it is.
+type UpdatePool struct {
+	UID            string             `json:"uid"`
+	IfRevision     uint64             `json:"if_revision,omitempty"`
+	Labels         *map[string]string `json:"labels,omitempty"`
+	Template       *string            `json:"template,omitempty"`
+	Size           *int               `json:"size,omitempty"`
+	MaxMembers     *int               `json:"max_members,omitempty"`
+	MaxMemoryBytes *int64             `json:"max_memory_bytes,omitempty"`
+}
+
+// FillPool is the keeper's request for one more member.
+type FillPool struct {
+	PoolUID     string `json:"pool_uid"`
+	TemplateUID string `json:"template_uid"`
+}
+
+// ClaimSandbox is a request. What is nil or empty is the template's.
+type ClaimSandbox struct {
+	TemplateUID string             `json:"template_uid,omitempty"`
+	PoolUID     string             `json:"pool_uid,omitempty"`
+	Name        string             `json:"name,omitempty"`
+	Labels      map[string]string  `json:"labels,omitempty"`
+	Lifetime    *time.Duration     `json:"lifetime,omitempty"`
+	Idle        *time.Duration     `json:"idle_timeout,omitempty"`
+	OnIdle      sandbox.IdleAction `json:"on_idle,omitempty"`
+	WakeOnUse   *bool              `json:"wake_on_use,omitempty"`
+	// Refuse where no member is ready, instead of a restore.
+	Refuse bool `json:"refuse,omitempty"`
 }

@@ -23,6 +23,9 @@ type writes struct {
 	checks []catalog.Check
 	// placed is the sandbox that the ledger counts already.
 	placed string
+	// accepted is called once the commit is certain to be this operation's and new; refused when it is certain not to be, or
+	// not known. A build that runs again has had neither.
+	accepted, refused func()
 	// complete ends the operation in the accepting commit itself.
 	complete bool
 	// result, if given, fills the result of an operation that is complete.
@@ -110,7 +113,13 @@ func (e *Engine) acceptNow(ctx context.Context, c Call, kind Kind, request any, 
 	})
 	if err == nil && res.Seq != 0 && !res.Replayed {
 		op.revision, op.fresh = res.Revisions[records.OperationKey(op.Tenant, op.ID)], true
+		if w.accepted != nil {
+			w.accepted()
+		}
 		return &op, nil
+	}
+	if w.refused != nil {
+		w.refused()
 	}
 	if err != nil && !errs.NotStartedFor(err) && mutant.On(mutant.BlindRetry) {
 		c.OperationID = uid.New()

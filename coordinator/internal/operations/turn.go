@@ -38,7 +38,7 @@ func (e *Engine) ResumeSandbox(ctx context.Context, c Call, req Turn) (*Operatio
 // turn accepts an operation for a sandbox in one of the phases; the first is named to who asks in another.
 func (e *Engine) turn(ctx context.Context, c Call, kind Kind, req Turn, from ...sandbox.Phase) (*Operation, error) {
 	return e.submit(ctx, c, kind, req, nil, func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
-		rec, err := e.find(ctx, r, "uid", records.SandboxKey(op.Tenant, req.UID))
+		_, rec, err := e.findSandbox(ctx, r, "uid", op.Tenant, req.UID)
 		if err != nil {
 			return writes{}, err
 		}

@@ -20,17 +20,13 @@ func (e *Engine) UpdateSandbox(ctx context.Context, c Call, req UpdateSandbox) (
 	}
 	var changed *records.Sandbox
 	op, err := e.submit(ctx, c, KindUpdateSandbox, req, nil, func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
-		rec, err := e.find(ctx, r, "uid", records.SandboxKey(op.Tenant, req.UID))
+		sb, rec, err := e.findSandbox(ctx, r, "uid", op.Tenant, req.UID)
 		if err != nil {
 			return writes{}, err
 		}
 		if req.IfRevision != 0 && req.IfRevision != rec.Revision {
 			return writes{}, errs.New(errs.StaleRevision, "sandbox %s is at revision %d, not %d; read it again", req.UID, rec.Revision, req.IfRevision).
 				With("uid", req.UID).With("revision", strconv.FormatUint(req.IfRevision, 10)).With("current_revision", strconv.FormatUint(rec.Revision, 10))
-		}
-		sb, err := records.SandboxOf(rec)
-		if err != nil {
-			return writes{}, err
 		}
 		if sb.Status.Phase == sandbox.Deleting {
 			return writes{}, wrongPhase(rec.Key, rec.Phase, "any other")

@@ -145,11 +145,27 @@ func (q crashingQueue) Publish(ctx context.Context, build func(context.Context, 
 }
 
 // fakeNodes is what placement sees.
-type fakeNodes struct{ all []placement.Node }
+type fakeNodes struct {
+	all []placement.Node
+	mu  sync.Mutex // for who changes them while an engine runs
+}
 
-func (n *fakeNodes) Nodes() []placement.Node  { return slices.Clone(n.all) }
+func (n *fakeNodes) Nodes() []placement.Node {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.Clone(n.all)
+}
+
+func (n *fakeNodes) change(f func(*placement.Node)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	f(&n.all[0])
+}
+
 func (n *fakeNodes) Changed() <-chan struct{} { return nil }
 func (n *fakeNodes) Cordon(name string, cordoned bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	for i := range n.all {
 		if n.all[i].Name == name {
 			n.all[i].Cordoned = cordoned
@@ -179,6 +195,9 @@ type fakeNode struct {
 	hold        chan struct{} // StartSandbox waits for it, or for the end of its call
 	secrets     map[string]string
 	full        map[string]bool // nodes, this one or others that are only names, that refuse what starts
+	claims      []string        // what was claimed, in order
+	ran         []string        // processes, by id
+	exits       func(operations.Process) operations.ProcessEnd
 }
 
 type answer struct {
@@ -320,6 +339,27 @@ func (a crashingAgents) ResumeSandbox(ctx context.Context, _ string, c operation
 		delete(a.n.asleep, u)
 	})
 	return got.obs, err
+}
+
+func (a crashingAgents) ClaimSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+	got, _, err := a.do(ctx, c, "claim", sb.UID, func() {
+		if !a.n.paused[sb.UID] {
+			panic("a claim of what does not stand still")
+		}
+		delete(a.n.paused, sb.UID)
+		a.n.claims = append(a.n.claims, sb.UID)
+	})
+	return got.obs, err
+}
+
+func (a crashingAgents) RunProcess(ctx context.Context, _ string, c operations.Command, u string, p operations.Process) (end operations.ProcessEnd, err error) {
+	_, _, err = a.do(ctx, c, "setup", u, func() { a.n.ran = append(a.n.ran, p.ID) })
+	a.n.mu.Lock()
+	defer a.n.mu.Unlock()
+	if a.n.exits != nil && err == nil {
+		end = a.n.exits(p)
+	}
+	return end, err
 }
 
 func (a crashingAgents) DeleteSnapshot(ctx context.Context, _ string, c operations.Command, u string) (fence.Epoch, error) {

@@ -8,6 +8,8 @@
 //     from until it runs.
 //   - A snapshot refers to its volumes until it is gone, and to its source while it is Preparing.
 //   - A volume that is a copy refers to its source while it is Creating.
+//   - A template refers to its golden snapshot from the snapshot's first record on, a pool to its template, a sandbox that
+//     is a pool's to the pool, and one that a template is made with to the template.
 //
 // So the catalog itself refuses a second attachment, the deletion of a volume that a snapshot needs,
 // and the deletion of a snapshot that is being restored.
@@ -25,6 +27,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
 	"github.com/dormouse-run/dormouse/pkg/volume"
+	"github.com/dormouse-run/dormouse/pkg/warm"
 )
 
 // Format is the version of the bodies.
@@ -80,6 +83,15 @@ type Sandbox struct {
 	NodeGeneration int64 `json:"node_generation,omitempty"`
 	// Captures are the snapshots that are being taken of it.
 	Captures []string `json:"captures,omitempty"`
+	// Pool is the pool that it is a member of, until it is claimed. Template is the template that it is the builder of. With either it
+	// is nobody's to use: see Hidden.
+	Pool     string `json:"pool,omitempty"`
+	Template string `json:"template,omitempty"`
+	// PoolReady: its fill has ended, so that a claim may take it while it is Paused. PoolTemplate is the template that it was made from.
+	PoolReady    bool   `json:"pool_ready,omitempty"`
+	PoolTemplate string `json:"pool_template,omitempty"`
+	// ClaimedFrom is the pool that it was claimed from.
+	ClaimedFrom string `json:"claimed_from,omitempty"`
 	// Unnamed gives up the name's uniqueness, but not the name: set when it never ran.
 	Unnamed bool `json:"unnamed,omitempty"`
 
@@ -144,6 +156,34 @@ type Event struct {
 	Time       time.Time `json:"time"`
 }
 
+// Template is the body of a template's record.
+type Template struct {
+	warm.Template
+	// Builder is the sandbox that is captured, Golden the snapshot: known from the beginning, made later.
+	Builder string `json:"builder"`
+	Golden  string `json:"golden"`
+
+	Meta `json:"-"`
+}
+
+// Pool is the body of a pool's record.
+type Pool struct {
+	warm.Pool
+	// Node is where the golden snapshot is: its journal has the record.
+	Node string `json:"node,omitempty"`
+
+	Meta `json:"-"`
+}
+
+// Hidden tells that the sandbox is the coordinator's own: in no list, and found by no caller.
+func (s *Sandbox) Hidden() bool { return s.Pool != "" || s.Template != "" }
+
+// TemplateKey names a template's record.
+func TemplateKey(tenant, uid string) catalog.Key { return key(tenant, catalog.KindTemplate, uid) }
+
+// PoolKey names a pool's record.
+func PoolKey(tenant, uid string) catalog.Key { return key(tenant, catalog.KindPool, uid) }
+
 // SandboxKey names a sandbox's record.
 func SandboxKey(tenant, uid string) catalog.Key { return key(tenant, catalog.KindSandbox, uid) }
 
@@ -186,6 +226,12 @@ func (s *Sandbox) Put() (catalog.Put, error) {
 	}
 	if s.SourceSnapshot != "" {
 		r.Refs = append(r.Refs, catalog.Ref{Target: SnapshotKey(s.Tenant, s.SourceSnapshot), Mode: catalog.Reference})
+	}
+	if s.Pool != "" {
+		r.Refs = append(r.Refs, catalog.Ref{Target: PoolKey(s.Tenant, s.Pool), Mode: catalog.Reference})
+	}
+	if s.Template != "" {
+		r.Refs = append(r.Refs, catalog.Ref{Target: TemplateKey(s.Tenant, s.Template), Mode: catalog.Reference})
 	}
 	return put(r, s, s.Revision)
 }
@@ -233,6 +279,26 @@ func (v *Volume) Put() (catalog.Put, error) {
 	return put(r, v, v.Revision)
 }
 
+// Put makes the write of a template.
+func (t *Template) Put() (catalog.Put, error) {
+	r := catalog.Record{Key: TemplateKey(t.Tenant, t.UID), Name: t.Name, Phase: string(t.Status.Phase), Node: t.Status.Node,
+		Sealed: t.Status.Phase == warm.Deleting || t.Status.Phase == warm.Failed}
+	if t.Status.Phase == warm.Failed {
+		r.Name = ""
+	}
+	if t.Status.SnapshotUID != "" {
+		r.Refs = []catalog.Ref{{Target: SnapshotKey(t.Tenant, t.Status.SnapshotUID), Mode: catalog.Reference}}
+	}
+	return put(r, t, t.Revision)
+}
+
+// Put makes the write of a pool.
+func (p *Pool) Put() (catalog.Put, error) {
+	r := catalog.Record{Key: PoolKey(p.Tenant, p.UID), Name: p.Name, Phase: string(p.Status.Phase), Node: p.Node, Sealed: p.Status.Phase == warm.PoolDeleting,
+		Refs: []catalog.Ref{{Target: TemplateKey(p.Tenant, p.Spec.TemplateUID), Mode: catalog.Reference}}}
+	return put(r, p, p.Revision)
+}
+
 // Put makes the write of a node.
 func (n *Node) Put() (catalog.Put, error) {
 	return put(catalog.Record{Key: NodeKey(n.Name), Name: n.Name, Node: n.Name}, n, n.Revision)
@@ -274,6 +340,22 @@ func VolumeOf(r catalog.Record) (*Volume, error) {
 	err := Decode(r.Body, v)
 	v.Meta = Meta{r.Revision, r.Updated}
 	return v, err
+}
+
+// TemplateOf reads a template's record.
+func TemplateOf(r catalog.Record) (*Template, error) {
+	t := new(Template)
+	err := Decode(r.Body, t)
+	t.Meta = Meta{r.Revision, r.Updated}
+	return t, err
+}
+
+// PoolOf reads a pool's record.
+func PoolOf(r catalog.Record) (*Pool, error) {
+	p := new(Pool)
+	err := Decode(r.Body, p)
+	p.Meta = Meta{r.Revision, r.Updated}
+	return p, err
 }
 
 // NodeOf reads a node's record.

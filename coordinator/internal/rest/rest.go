@@ -142,6 +142,7 @@ func (b *Bridge) Handler(ctx context.Context, o Options) (http.Handler, error) {
 		dormousev1.RegisterNodeServiceHandler, dormousev1.RegisterImageServiceHandler, dormousev1.RegisterOperationServiceHandler,
 		dormousev1.RegisterEventServiceHandler, dormousev1.RegisterProcessServiceHandler, dormousev1.RegisterFileServiceHandler,
 		dormousev1.RegisterTicketServiceHandler, dormousev1.RegisterCatalogServiceHandler,
+		dormousev1.RegisterTemplateServiceHandler, dormousev1.RegisterPoolServiceHandler,
 	} {
 		if err := register(ctx, gateway, b.conn); err != nil {
 			return nil, err

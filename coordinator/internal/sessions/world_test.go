@@ -392,6 +392,14 @@ func (a *agents) ResumeSandbox(context.Context, string, operations.Command, stri
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
 
+func (a *agents) ClaimSandbox(context.Context, string, operations.Command, *records.Sandbox) (operations.Observation, error) {
+	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
+}
+
+func (a *agents) RunProcess(context.Context, string, operations.Command, string, operations.Process) (operations.ProcessEnd, error) {
+	return operations.ProcessEnd{}, errs.New(errs.NotSupported, "not asked for here")
+}
+
 func (a *agents) HibernateSandbox(context.Context, string, operations.Command, string, time.Duration) (operations.Observation, error) {
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }

@@ -268,6 +268,59 @@ func (VolumePolicy) EnumDescriptor() ([]byte, []int) {
 	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{3}
 }
 
+// ClaimFallback is what a claim does when no member is ready.
+type ClaimFallback int32
+
+const (
+	// The same as RESTORE.
+	ClaimFallback_CLAIM_FALLBACK_UNSPECIFIED ClaimFallback = 0
+	// Restore the template's golden snapshot.
+	ClaimFallback_CLAIM_FALLBACK_RESTORE ClaimFallback = 1
+	// Refuse with POOL_EMPTY.
+	ClaimFallback_CLAIM_FALLBACK_REFUSE ClaimFallback = 2
+)
+
+// Enum value maps for ClaimFallback.
+var (
+	ClaimFallback_name = map[int32]string{
+		0: "CLAIM_FALLBACK_UNSPECIFIED",
+		1: "CLAIM_FALLBACK_RESTORE",
+		2: "CLAIM_FALLBACK_REFUSE",
+	}
+	ClaimFallback_value = map[string]int32{
+		"CLAIM_FALLBACK_UNSPECIFIED": 0,
+		"CLAIM_FALLBACK_RESTORE":     1,
+		"CLAIM_FALLBACK_REFUSE":      2,
+	}
+)
+
+func (x ClaimFallback) Enum() *ClaimFallback {
+	p := new(ClaimFallback)
+	*p = x
+	return p
+}
+
+func (x ClaimFallback) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ClaimFallback) Descriptor() protoreflect.EnumDescriptor {
+	return file_dormouse_v1_sandbox_proto_enumTypes[4].Descriptor()
+}
+
+func (ClaimFallback) Type() protoreflect.EnumType {
+	return &file_dormouse_v1_sandbox_proto_enumTypes[4]
+}
+
+func (x ClaimFallback) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ClaimFallback.Descriptor instead.
+func (ClaimFallback) EnumDescriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{4}
+}
+
 // Resources of a sandbox. Zero takes the node's default.
 type Resources struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2547,6 +2600,185 @@ func (x *ResumeSandboxResponse) GetOperationId() string {
 	return ""
 }
 
+type ClaimSandboxRequest struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	OperationId string                 `protobuf:"bytes,1,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	// One of the two. A template's: any ready member of it.
+	TemplateUid string            `protobuf:"bytes,2,opt,name=template_uid,json=templateUid,proto3" json:"template_uid,omitempty"`
+	PoolUid     string            `protobuf:"bytes,3,opt,name=pool_uid,json=poolUid,proto3" json:"pool_uid,omitempty"`
+	Name        string            `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`
+	Labels      map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// In place of the template's, where set. The lifetime begins with the claim.
+	Lifetime      *durationpb.Duration `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	IdleTimeout   *durationpb.Duration `protobuf:"bytes,7,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
+	OnIdle        IdleAction           `protobuf:"varint,8,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
+	WakeOnUse     *bool                `protobuf:"varint,9,opt,name=wake_on_use,json=wakeOnUse,proto3,oneof" json:"wake_on_use,omitempty"`
+	Fallback      ClaimFallback        `protobuf:"varint,10,opt,name=fallback,proto3,enum=dormouse.v1.ClaimFallback" json:"fallback,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimSandboxRequest) Reset() {
+	*x = ClaimSandboxRequest{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimSandboxRequest) ProtoMessage() {}
+
+func (x *ClaimSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ClaimSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *ClaimSandboxRequest) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetTemplateUid() string {
+	if x != nil {
+		return x.TemplateUid
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetPoolUid() string {
+	if x != nil {
+		return x.PoolUid
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ClaimSandboxRequest) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *ClaimSandboxRequest) GetLifetime() *durationpb.Duration {
+	if x != nil {
+		return x.Lifetime
+	}
+	return nil
+}
+
+func (x *ClaimSandboxRequest) GetIdleTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.IdleTimeout
+	}
+	return nil
+}
+
+func (x *ClaimSandboxRequest) GetOnIdle() IdleAction {
+	if x != nil {
+		return x.OnIdle
+	}
+	return IdleAction_IDLE_ACTION_UNSPECIFIED
+}
+
+func (x *ClaimSandboxRequest) GetWakeOnUse() bool {
+	if x != nil && x.WakeOnUse != nil {
+		return *x.WakeOnUse
+	}
+	return false
+}
+
+func (x *ClaimSandboxRequest) GetFallback() ClaimFallback {
+	if x != nil {
+		return x.Fallback
+	}
+	return ClaimFallback_CLAIM_FALLBACK_UNSPECIFIED
+}
+
+type ClaimSandboxResponse struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Sandbox     *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	OperationId string                 `protobuf:"bytes,2,opt,name=operation_id,json=operationId,proto3" json:"operation_id,omitempty"`
+	// It was a ready member of this pool; empty: it was restored.
+	PoolUid       string `protobuf:"bytes,3,opt,name=pool_uid,json=poolUid,proto3" json:"pool_uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimSandboxResponse) Reset() {
+	*x = ClaimSandboxResponse{}
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimSandboxResponse) ProtoMessage() {}
+
+func (x *ClaimSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_sandbox_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ClaimSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_sandbox_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *ClaimSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+func (x *ClaimSandboxResponse) GetOperationId() string {
+	if x != nil {
+		return x.OperationId
+	}
+	return ""
+}
+
+func (x *ClaimSandboxResponse) GetPoolUid() string {
+	if x != nil {
+		return x.PoolUid
+	}
+	return ""
+}
+
 var File_dormouse_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_dormouse_v1_sandbox_proto_rawDesc = "" +
@@ -2755,7 +2987,27 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"j\n" +
 	"\x15ResumeSandboxResponse\x12.\n" +
 	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
-	"\foperation_id\x18\x02 \x01(\tR\voperationId*\xc3\x02\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId\"\x9f\x04\n" +
+	"\x13ClaimSandboxRequest\x12!\n" +
+	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12!\n" +
+	"\ftemplate_uid\x18\x02 \x01(\tR\vtemplateUid\x12\x19\n" +
+	"\bpool_uid\x18\x03 \x01(\tR\apoolUid\x12\x12\n" +
+	"\x04name\x18\x04 \x01(\tR\x04name\x12D\n" +
+	"\x06labels\x18\x05 \x03(\v2,.dormouse.v1.ClaimSandboxRequest.LabelsEntryR\x06labels\x125\n" +
+	"\blifetime\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\blifetime\x12<\n" +
+	"\fidle_timeout\x18\a \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x120\n" +
+	"\aon_idle\x18\b \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x12#\n" +
+	"\vwake_on_use\x18\t \x01(\bH\x00R\twakeOnUse\x88\x01\x01\x126\n" +
+	"\bfallback\x18\n" +
+	" \x01(\x0e2\x1a.dormouse.v1.ClaimFallbackR\bfallback\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\x0e\n" +
+	"\f_wake_on_use\"\x84\x01\n" +
+	"\x14ClaimSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId\x12\x19\n" +
+	"\bpool_uid\x18\x03 \x01(\tR\apoolUid*\xc3\x02\n" +
 	"\fSandboxPhase\x12\x1d\n" +
 	"\x19SANDBOX_PHASE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15SANDBOX_PHASE_PENDING\x10\x01\x12\x1a\n" +
@@ -2783,7 +3035,11 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x19VOLUME_POLICY_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12VOLUME_POLICY_SAME\x10\x01\x12\x17\n" +
 	"\x13VOLUME_POLICY_CLONE\x10\x02\x12\x19\n" +
-	"\x15VOLUME_POLICY_REPLACE\x10\x032\x9f\t\n" +
+	"\x15VOLUME_POLICY_REPLACE\x10\x03*f\n" +
+	"\rClaimFallback\x12\x1e\n" +
+	"\x1aCLAIM_FALLBACK_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16CLAIM_FALLBACK_RESTORE\x10\x01\x12\x19\n" +
+	"\x15CLAIM_FALLBACK_REFUSE\x10\x022\xf4\t\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.dormouse.v1.CreateSandboxRequest\x1a\".dormouse.v1.CreateSandboxResponse\x12M\n" +
 	"\n" +
@@ -2798,7 +3054,8 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\vForkSandbox\x12\x1f.dormouse.v1.ForkSandboxRequest\x1a .dormouse.v1.ForkSandboxResponse\x12S\n" +
 	"\fPauseSandbox\x12 .dormouse.v1.PauseSandboxRequest\x1a!.dormouse.v1.PauseSandboxResponse\x12_\n" +
 	"\x10HibernateSandbox\x12$.dormouse.v1.HibernateSandboxRequest\x1a%.dormouse.v1.HibernateSandboxResponse\x12V\n" +
-	"\rResumeSandbox\x12!.dormouse.v1.ResumeSandboxRequest\x1a\".dormouse.v1.ResumeSandboxResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
+	"\rResumeSandbox\x12!.dormouse.v1.ResumeSandboxRequest\x1a\".dormouse.v1.ResumeSandboxResponse\x12S\n" +
+	"\fClaimSandbox\x12 .dormouse.v1.ClaimSandboxRequest\x1a!.dormouse.v1.ClaimSandboxResponseB?Z=github.com/dormouse-run/dormouse/proto/dormouse/v1;dormousev1b\x06proto3"
 
 var (
 	file_dormouse_v1_sandbox_proto_rawDescOnce sync.Once
@@ -2812,141 +3069,153 @@ func file_dormouse_v1_sandbox_proto_rawDescGZIP() []byte {
 	return file_dormouse_v1_sandbox_proto_rawDescData
 }
 
-var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
+var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
 var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(SandboxPhase)(0),                 // 0: dormouse.v1.SandboxPhase
 	(NetworkMode)(0),                  // 1: dormouse.v1.NetworkMode
 	(IdleAction)(0),                   // 2: dormouse.v1.IdleAction
 	(VolumePolicy)(0),                 // 3: dormouse.v1.VolumePolicy
-	(*Resources)(nil),                 // 4: dormouse.v1.Resources
-	(*VolumeMount)(nil),               // 5: dormouse.v1.VolumeMount
-	(*SandboxSpec)(nil),               // 6: dormouse.v1.SandboxSpec
-	(*SandboxStatus)(nil),             // 7: dormouse.v1.SandboxStatus
-	(*Sandbox)(nil),                   // 8: dormouse.v1.Sandbox
-	(*CreateSandboxRequest)(nil),      // 9: dormouse.v1.CreateSandboxRequest
-	(*CreateSandboxResponse)(nil),     // 10: dormouse.v1.CreateSandboxResponse
-	(*GetSandboxRequest)(nil),         // 11: dormouse.v1.GetSandboxRequest
-	(*GetSandboxResponse)(nil),        // 12: dormouse.v1.GetSandboxResponse
-	(*GetSandboxNetworkRequest)(nil),  // 13: dormouse.v1.GetSandboxNetworkRequest
-	(*GetSandboxNetworkResponse)(nil), // 14: dormouse.v1.GetSandboxNetworkResponse
-	(*SandboxNetwork)(nil),            // 15: dormouse.v1.SandboxNetwork
-	(*UpdateSandboxRequest)(nil),      // 16: dormouse.v1.UpdateSandboxRequest
-	(*UpdateSandboxResponse)(nil),     // 17: dormouse.v1.UpdateSandboxResponse
-	(*ListSandboxesRequest)(nil),      // 18: dormouse.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil),     // 19: dormouse.v1.ListSandboxesResponse
-	(*DeleteSandboxRequest)(nil),      // 20: dormouse.v1.DeleteSandboxRequest
-	(*DeleteSandboxResponse)(nil),     // 21: dormouse.v1.DeleteSandboxResponse
-	(*WatchSandboxesRequest)(nil),     // 22: dormouse.v1.WatchSandboxesRequest
-	(*WatchSandboxesResponse)(nil),    // 23: dormouse.v1.WatchSandboxesResponse
-	(*CheckpointSandboxRequest)(nil),  // 24: dormouse.v1.CheckpointSandboxRequest
-	(*CheckpointSandboxResponse)(nil), // 25: dormouse.v1.CheckpointSandboxResponse
-	(*VolumeBinding)(nil),             // 26: dormouse.v1.VolumeBinding
-	(*RestoreSandboxRequest)(nil),     // 27: dormouse.v1.RestoreSandboxRequest
-	(*RestoreSandboxResponse)(nil),    // 28: dormouse.v1.RestoreSandboxResponse
-	(*ForkSandboxRequest)(nil),        // 29: dormouse.v1.ForkSandboxRequest
-	(*ForkSandboxResponse)(nil),       // 30: dormouse.v1.ForkSandboxResponse
-	(*PauseSandboxRequest)(nil),       // 31: dormouse.v1.PauseSandboxRequest
-	(*PauseSandboxResponse)(nil),      // 32: dormouse.v1.PauseSandboxResponse
-	(*HibernateSandboxRequest)(nil),   // 33: dormouse.v1.HibernateSandboxRequest
-	(*HibernateSandboxResponse)(nil),  // 34: dormouse.v1.HibernateSandboxResponse
-	(*ResumeSandboxRequest)(nil),      // 35: dormouse.v1.ResumeSandboxRequest
-	(*ResumeSandboxResponse)(nil),     // 36: dormouse.v1.ResumeSandboxResponse
-	nil,                               // 37: dormouse.v1.SandboxSpec.EnvEntry
-	nil,                               // 38: dormouse.v1.SandboxSpec.NodeSelectorEntry
-	nil,                               // 39: dormouse.v1.CreateSandboxRequest.LabelsEntry
-	nil,                               // 40: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	nil,                               // 41: dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	nil,                               // 42: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	nil,                               // 43: dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	nil,                               // 44: dormouse.v1.ForkSandboxRequest.LabelsEntry
-	(*durationpb.Duration)(nil),       // 45: google.protobuf.Duration
-	(*EgressPolicy)(nil),              // 46: dormouse.v1.EgressPolicy
-	(*Condition)(nil),                 // 47: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil),     // 48: google.protobuf.Timestamp
-	(*ObjectMeta)(nil),                // 49: dormouse.v1.ObjectMeta
-	(*fieldmaskpb.FieldMask)(nil),     // 50: google.protobuf.FieldMask
-	(*Snapshot)(nil),                  // 51: dormouse.v1.Snapshot
+	(ClaimFallback)(0),                // 4: dormouse.v1.ClaimFallback
+	(*Resources)(nil),                 // 5: dormouse.v1.Resources
+	(*VolumeMount)(nil),               // 6: dormouse.v1.VolumeMount
+	(*SandboxSpec)(nil),               // 7: dormouse.v1.SandboxSpec
+	(*SandboxStatus)(nil),             // 8: dormouse.v1.SandboxStatus
+	(*Sandbox)(nil),                   // 9: dormouse.v1.Sandbox
+	(*CreateSandboxRequest)(nil),      // 10: dormouse.v1.CreateSandboxRequest
+	(*CreateSandboxResponse)(nil),     // 11: dormouse.v1.CreateSandboxResponse
+	(*GetSandboxRequest)(nil),         // 12: dormouse.v1.GetSandboxRequest
+	(*GetSandboxResponse)(nil),        // 13: dormouse.v1.GetSandboxResponse
+	(*GetSandboxNetworkRequest)(nil),  // 14: dormouse.v1.GetSandboxNetworkRequest
+	(*GetSandboxNetworkResponse)(nil), // 15: dormouse.v1.GetSandboxNetworkResponse
+	(*SandboxNetwork)(nil),            // 16: dormouse.v1.SandboxNetwork
+	(*UpdateSandboxRequest)(nil),      // 17: dormouse.v1.UpdateSandboxRequest
+	(*UpdateSandboxResponse)(nil),     // 18: dormouse.v1.UpdateSandboxResponse
+	(*ListSandboxesRequest)(nil),      // 19: dormouse.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil),     // 20: dormouse.v1.ListSandboxesResponse
+	(*DeleteSandboxRequest)(nil),      // 21: dormouse.v1.DeleteSandboxRequest
+	(*DeleteSandboxResponse)(nil),     // 22: dormouse.v1.DeleteSandboxResponse
+	(*WatchSandboxesRequest)(nil),     // 23: dormouse.v1.WatchSandboxesRequest
+	(*WatchSandboxesResponse)(nil),    // 24: dormouse.v1.WatchSandboxesResponse
+	(*CheckpointSandboxRequest)(nil),  // 25: dormouse.v1.CheckpointSandboxRequest
+	(*CheckpointSandboxResponse)(nil), // 26: dormouse.v1.CheckpointSandboxResponse
+	(*VolumeBinding)(nil),             // 27: dormouse.v1.VolumeBinding
+	(*RestoreSandboxRequest)(nil),     // 28: dormouse.v1.RestoreSandboxRequest
+	(*RestoreSandboxResponse)(nil),    // 29: dormouse.v1.RestoreSandboxResponse
+	(*ForkSandboxRequest)(nil),        // 30: dormouse.v1.ForkSandboxRequest
+	(*ForkSandboxResponse)(nil),       // 31: dormouse.v1.ForkSandboxResponse
+	(*PauseSandboxRequest)(nil),       // 32: dormouse.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),      // 33: dormouse.v1.PauseSandboxResponse
+	(*HibernateSandboxRequest)(nil),   // 34: dormouse.v1.HibernateSandboxRequest
+	(*HibernateSandboxResponse)(nil),  // 35: dormouse.v1.HibernateSandboxResponse
+	(*ResumeSandboxRequest)(nil),      // 36: dormouse.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),     // 37: dormouse.v1.ResumeSandboxResponse
+	(*ClaimSandboxRequest)(nil),       // 38: dormouse.v1.ClaimSandboxRequest
+	(*ClaimSandboxResponse)(nil),      // 39: dormouse.v1.ClaimSandboxResponse
+	nil,                               // 40: dormouse.v1.SandboxSpec.EnvEntry
+	nil,                               // 41: dormouse.v1.SandboxSpec.NodeSelectorEntry
+	nil,                               // 42: dormouse.v1.CreateSandboxRequest.LabelsEntry
+	nil,                               // 43: dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	nil,                               // 44: dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	nil,                               // 45: dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	nil,                               // 46: dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	nil,                               // 47: dormouse.v1.ForkSandboxRequest.LabelsEntry
+	nil,                               // 48: dormouse.v1.ClaimSandboxRequest.LabelsEntry
+	(*durationpb.Duration)(nil),       // 49: google.protobuf.Duration
+	(*EgressPolicy)(nil),              // 50: dormouse.v1.EgressPolicy
+	(*Condition)(nil),                 // 51: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil),     // 52: google.protobuf.Timestamp
+	(*ObjectMeta)(nil),                // 53: dormouse.v1.ObjectMeta
+	(*fieldmaskpb.FieldMask)(nil),     // 54: google.protobuf.FieldMask
+	(*Snapshot)(nil),                  // 55: dormouse.v1.Snapshot
 }
 var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
-	37, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
-	4,  // 1: dormouse.v1.SandboxSpec.resources:type_name -> dormouse.v1.Resources
-	5,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
+	40, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
+	5,  // 1: dormouse.v1.SandboxSpec.resources:type_name -> dormouse.v1.Resources
+	6,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
 	1,  // 3: dormouse.v1.SandboxSpec.network:type_name -> dormouse.v1.NetworkMode
-	38, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
-	45, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
+	41, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
+	49, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 6: dormouse.v1.SandboxSpec.on_idle:type_name -> dormouse.v1.IdleAction
-	45, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
-	46, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
+	49, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
+	50, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
 	0,  // 9: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
-	47, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
-	48, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	45, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	45, // 13: dormouse.v1.SandboxStatus.start_queued:type_name -> google.protobuf.Duration
-	45, // 14: dormouse.v1.SandboxStatus.start_service:type_name -> google.protobuf.Duration
-	49, // 15: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
-	6,  // 16: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
-	7,  // 17: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
-	39, // 18: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
-	6,  // 19: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
-	40, // 20: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
-	8,  // 21: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 22: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	15, // 23: dormouse.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
+	51, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
+	52, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	49, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
+	49, // 13: dormouse.v1.SandboxStatus.start_queued:type_name -> google.protobuf.Duration
+	49, // 14: dormouse.v1.SandboxStatus.start_service:type_name -> google.protobuf.Duration
+	53, // 15: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	7,  // 16: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
+	8,  // 17: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
+	42, // 18: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
+	7,  // 19: dormouse.v1.CreateSandboxRequest.spec:type_name -> dormouse.v1.SandboxSpec
+	43, // 20: dormouse.v1.CreateSandboxRequest.secret_env:type_name -> dormouse.v1.CreateSandboxRequest.SecretEnvEntry
+	9,  // 21: dormouse.v1.CreateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 22: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	16, // 23: dormouse.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
 	1,  // 24: dormouse.v1.SandboxNetwork.mode:type_name -> dormouse.v1.NetworkMode
-	50, // 25: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
-	41, // 26: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	45, // 27: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
-	45, // 28: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	54, // 25: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
+	44, // 26: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
+	49, // 27: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	49, // 28: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 29: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
-	46, // 30: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
-	8,  // 31: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	50, // 30: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	9,  // 31: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	0,  // 32: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
-	8,  // 33: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 34: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	42, // 35: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	51, // 36: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	9,  // 33: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	9,  // 34: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	45, // 35: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
+	55, // 36: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
 	3,  // 37: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
-	43, // 38: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
-	26, // 39: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 40: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	44, // 41: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
-	26, // 42: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
-	8,  // 43: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
-	8,  // 44: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 45: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	8,  // 46: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	9,  // 47: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	11, // 48: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	13, // 49: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
-	16, // 50: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
-	18, // 51: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	20, // 52: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	22, // 53: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	24, // 54: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	27, // 55: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	29, // 56: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	31, // 57: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	33, // 58: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
-	35, // 59: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	10, // 60: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	12, // 61: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	14, // 62: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
-	17, // 63: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
-	19, // 64: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	21, // 65: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	23, // 66: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	25, // 67: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	28, // 68: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	30, // 69: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	32, // 70: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	34, // 71: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
-	36, // 72: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	60, // [60:73] is the sub-list for method output_type
-	47, // [47:60] is the sub-list for method input_type
-	47, // [47:47] is the sub-list for extension type_name
-	47, // [47:47] is the sub-list for extension extendee
-	0,  // [0:47] is the sub-list for field type_name
+	46, // 38: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
+	27, // 39: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	9,  // 40: dormouse.v1.RestoreSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	47, // 41: dormouse.v1.ForkSandboxRequest.labels:type_name -> dormouse.v1.ForkSandboxRequest.LabelsEntry
+	27, // 42: dormouse.v1.ForkSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
+	9,  // 43: dormouse.v1.ForkSandboxResponse.sandboxes:type_name -> dormouse.v1.Sandbox
+	9,  // 44: dormouse.v1.PauseSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 45: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	9,  // 46: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	48, // 47: dormouse.v1.ClaimSandboxRequest.labels:type_name -> dormouse.v1.ClaimSandboxRequest.LabelsEntry
+	49, // 48: dormouse.v1.ClaimSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	49, // 49: dormouse.v1.ClaimSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	2,  // 50: dormouse.v1.ClaimSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
+	4,  // 51: dormouse.v1.ClaimSandboxRequest.fallback:type_name -> dormouse.v1.ClaimFallback
+	9,  // 52: dormouse.v1.ClaimSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	10, // 53: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	12, // 54: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	14, // 55: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
+	17, // 56: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	19, // 57: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	21, // 58: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	23, // 59: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	25, // 60: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	28, // 61: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	30, // 62: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	32, // 63: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	34, // 64: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	36, // 65: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	38, // 66: dormouse.v1.SandboxService.ClaimSandbox:input_type -> dormouse.v1.ClaimSandboxRequest
+	11, // 67: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	13, // 68: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	15, // 69: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
+	18, // 70: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	20, // 71: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	22, // 72: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	24, // 73: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	26, // 74: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	29, // 75: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	31, // 76: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	33, // 77: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	35, // 78: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	37, // 79: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	39, // 80: dormouse.v1.SandboxService.ClaimSandbox:output_type -> dormouse.v1.ClaimSandboxResponse
+	67, // [67:81] is the sub-list for method output_type
+	53, // [53:67] is the sub-list for method input_type
+	53, // [53:53] is the sub-list for extension type_name
+	53, // [53:53] is the sub-list for extension extendee
+	0,  // [0:53] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }
@@ -2958,13 +3227,14 @@ func file_dormouse_v1_sandbox_proto_init() {
 	file_dormouse_v1_network_proto_init()
 	file_dormouse_v1_snapshot_proto_init()
 	file_dormouse_v1_sandbox_proto_msgTypes[3].OneofWrappers = []any{}
+	file_dormouse_v1_sandbox_proto_msgTypes[33].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_sandbox_proto_rawDesc), len(file_dormouse_v1_sandbox_proto_rawDesc)),
-			NumEnums:      4,
-			NumMessages:   41,
+			NumEnums:      5,
+			NumMessages:   44,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

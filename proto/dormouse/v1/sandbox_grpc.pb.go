@@ -32,6 +32,7 @@ const (
 	SandboxService_PauseSandbox_FullMethodName      = "/dormouse.v1.SandboxService/PauseSandbox"
 	SandboxService_HibernateSandbox_FullMethodName  = "/dormouse.v1.SandboxService/HibernateSandbox"
 	SandboxService_ResumeSandbox_FullMethodName     = "/dormouse.v1.SandboxService/ResumeSandbox"
+	SandboxService_ClaimSandbox_FullMethodName      = "/dormouse.v1.SandboxService/ClaimSandbox"
 )
 
 // SandboxServiceClient is the client API for SandboxService service.
@@ -75,6 +76,9 @@ type SandboxServiceClient interface {
 	// ResumeSandbox returns when the sandbox runs, the same sandbox with the same processes. Resuming a running sandbox succeeds. A sandbox that
 	// could not be brought back stays Hibernated.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
+	// ClaimSandbox gives the caller a sandbox of a template, set up and running: a ready member of a pool, which is nobody else's from the commit
+	// on that accepts the operation, or where none is ready what the fallback says. CLAIM_FAILED: its node could not resume it, and it is deleted.
+	ClaimSandbox(ctx context.Context, in *ClaimSandboxRequest, opts ...grpc.CallOption) (*ClaimSandboxResponse, error)
 }
 
 type sandboxServiceClient struct {
@@ -224,6 +228,16 @@ func (c *sandboxServiceClient) ResumeSandbox(ctx context.Context, in *ResumeSand
 	return out, nil
 }
 
+func (c *sandboxServiceClient) ClaimSandbox(ctx context.Context, in *ClaimSandboxRequest, opts ...grpc.CallOption) (*ClaimSandboxResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ClaimSandboxResponse)
+	err := c.cc.Invoke(ctx, SandboxService_ClaimSandbox_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // SandboxServiceServer is the server API for SandboxService service.
 // All implementations must embed UnimplementedSandboxServiceServer
 // for forward compatibility.
@@ -265,6 +279,9 @@ type SandboxServiceServer interface {
 	// ResumeSandbox returns when the sandbox runs, the same sandbox with the same processes. Resuming a running sandbox succeeds. A sandbox that
 	// could not be brought back stays Hibernated.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
+	// ClaimSandbox gives the caller a sandbox of a template, set up and running: a ready member of a pool, which is nobody else's from the commit
+	// on that accepts the operation, or where none is ready what the fallback says. CLAIM_FAILED: its node could not resume it, and it is deleted.
+	ClaimSandbox(context.Context, *ClaimSandboxRequest) (*ClaimSandboxResponse, error)
 	mustEmbedUnimplementedSandboxServiceServer()
 }
 
@@ -313,6 +330,9 @@ func (UnimplementedSandboxServiceServer) HibernateSandbox(context.Context, *Hibe
 }
 func (UnimplementedSandboxServiceServer) ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ResumeSandbox not implemented")
+}
+func (UnimplementedSandboxServiceServer) ClaimSandbox(context.Context, *ClaimSandboxRequest) (*ClaimSandboxResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ClaimSandbox not implemented")
 }
 func (UnimplementedSandboxServiceServer) mustEmbedUnimplementedSandboxServiceServer() {}
 func (UnimplementedSandboxServiceServer) testEmbeddedByValue()                        {}
@@ -562,6 +582,24 @@ func _SandboxService_ResumeSandbox_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SandboxService_ClaimSandbox_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ClaimSandboxRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SandboxServiceServer).ClaimSandbox(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SandboxService_ClaimSandbox_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SandboxServiceServer).ClaimSandbox(ctx, req.(*ClaimSandboxRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // SandboxService_ServiceDesc is the grpc.ServiceDesc for SandboxService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -616,6 +654,10 @@ var SandboxService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ResumeSandbox",
 			Handler:    _SandboxService_ResumeSandbox_Handler,
+		},
+		{
+			MethodName: "ClaimSandbox",
+			Handler:    _SandboxService_ClaimSandbox_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
