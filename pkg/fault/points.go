@@ -82,7 +82,7 @@ func Agentd() []string {
 func Coordinator() []string {
 	return slices.Concat(
 		around("commit", "send"),
-		around("node", "start", "restore", "checkpoint", "pause", "resume", "hibernate", "update", "delete", "delete-snapshot", "delete-volume", "volume"),
+		around("node", "start", "restore", "checkpoint", "pause", "resume", "hibernate", "update", "setup", "claim", "delete", "delete-snapshot", "delete-volume", "volume"),
 		around("operation", "drive"),
 		// A catalog that came back older: suspended, put right record by record, taken into service.
 		around("catalog", "suspend", "resume"),

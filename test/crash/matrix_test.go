@@ -95,6 +95,9 @@ func matrix() []row {
 		"start.guest.before+recover.reconcile.before", "runtime.launched.after+runtime.killed.after", "start.running.after+recover.sandbox.after")
 	add(agentd, "delete", remove, "delete.runtime.after+delete.volumes.after+delete.record.after", "delete.intent.after+delete.intent.after")
 	add(agentd, "pull", pull, "image.build.after+recover.images.before", "image.file.after+recover.images.after")
+	for _, p := range []string{"restore.runtime.after", "restore.running.before", "restore.running.after", "command.keep.before"} {
+		all = append(all, row{name: "fill-pool", daemon: agentd, do: fillPool, points: []string{p}, late: true})
+	}
 	for _, p := range of("session.", "recover.images", "recover.volumes", "recover.artefacts", "recover.reconcile", "recover.sandbox") {
 		all = append(all, row{name: "boot", daemon: agentd, do: nothing, points: []string{p}, boot: true})
 	}
@@ -122,6 +125,10 @@ func coordinatorRows() []row {
 		{"create-volume", createVolume, []string{"volume"}},
 		{"clone-volume", cloneVolume, []string{"volume"}},
 		{"delete-volume", dropVolume, []string{"delete-volume"}},
+		{"create-template", createTemplate, []string{"start", "setup", "checkpoint", "delete"}},
+		{"delete-template", dropTemplate, []string{"delete-snapshot"}},
+		{"claim", claimReady, []string{"claim"}},
+		{"delete-pool", dropPool, []string{"delete"}},
 	}
 	for _, v := range verbs {
 		points := []string{"operation.drive.before", "operation.drive.after", "operation.reply.before"}
@@ -136,6 +143,10 @@ func coordinatorRows() []row {
 				all = append(all, row{name: v.name, daemon: coordinator, do: v.do, points: []string{fmt.Sprintf("commit.send.%s#%d", side, n+1)}, may: n > 0})
 			}
 		}
+	}
+	// A pool fills after the call that made it.
+	for _, p := range []string{"node.restore.before", "node.restore.after", "commit.send.after#2", "commit.send.before#3", "operation.drive.after#2"} {
+		all = append(all, row{name: "fill-pool", daemon: coordinator, do: fillPool, points: []string{p}, late: true})
 	}
 	for _, p := range []string{"catalog.suspend.before", "catalog.suspend.after", "repair.commit.before", "repair.commit.after", "repair.commit.after#2",
 		"catalog.resume.before", "catalog.resume.after", "repair.commit.after+repair.commit.after"} {
