@@ -20,6 +20,7 @@ func TestExamples(t *testing.T) {
 		"sandboxes": "found by its name: true\nthe second change: CONFLICT STALE_REVISION\nhibernated: SANDBOX_PHASE_HIBERNATED\n" +
 			"still running: true\nnot waited for: DEADLINE_EXCEEDED\nended by signal 15\n",
 		"snapshots": "treacle\ntreacle\ntreacle\nno such snapshot: NOT_FOUND retry never\n",
+		"warm":      "set up: 1 command\nready: 2\nalice has treacle\ndormouse has treacle\nan empty pool: RESOURCE_EXHAUSTED POOL_EMPTY\n",
 		"web":       "channel 1: hello dormouse\nit ended with 3\nthe page: hello from inside\n",
 		"volumes":   "the writer ended with 0\na second writer: ALREADY_ATTACHED by the first: true\n42\n",
 	}

@@ -83,6 +83,20 @@ func (w *world) deleteAll(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
+	pools, err := client.Collect(w.api.ListPools(ctx, &dormousev1.ListPoolsRequest{}))
+	if err != nil {
+		return err
+	}
+	if err := each(pools, func(p *dormousev1.Pool) error { return gone(w.api.Pool(p.GetMeta().GetUid()).Delete(ctx, "")) }); err != nil {
+		return err
+	}
+	templates, err := client.Collect(w.api.ListTemplates(ctx, &dormousev1.ListTemplatesRequest{}))
+	if err != nil {
+		return err
+	}
+	if err := each(templates, func(t *dormousev1.Template) error { return gone(w.api.Template(t.GetMeta().GetUid()).Delete(ctx, "")) }); err != nil {
+		return err
+	}
 	snapshots, err := client.Collect(w.api.ListSnapshots(ctx, &dormousev1.ListSnapshotsRequest{}))
 	if err != nil {
 		return err
