@@ -142,7 +142,7 @@ type census struct {
 	doomed              []*member
 }
 
-// count looks at the pool's members. Doomed are those to be deleted now.
+// count looks at the pool's members, and at what goes on beside. Doomed are those to be deleted now.
 func (e *Engine) count(p poolState) census {
 	nodes := make(map[string]placement.Node)
 	for _, n := range e.cfg.Nodes.Nodes() {
@@ -150,25 +150,15 @@ func (e *Engine) count(p poolState) census {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	now := e.cfg.Now()
-	var c census
+	c := e.goingOn()
+	var ready []*member
 	for _, m := range e.members.all {
 		if m.phase == sandbox.Deleting && nodes[m.node].Online {
 			c.drains++
 		}
-	}
-	for _, t := range e.tasks {
-		switch t.kind {
-		case KindFillPool:
-			c.fills++
-		case KindCreateSandbox, KindRestoreSandbox, KindForkSandbox, KindCreateTemplate:
-			c.busy = c.busy || now.Sub(t.created) < busyFor
-		case KindClaimSandbox:
-			c.busy = c.busy || t.cold && now.Sub(t.created) < busyFor
+		if m.pool != p.key.UID {
+			continue
 		}
-	}
-	var ready []*member
-	for _, m := range e.members.byPool[p.key.UID] {
 		c.all++
 		n := nodes[m.node]
 		switch {
@@ -184,11 +174,26 @@ func (e *Engine) count(p poolState) census {
 		}
 	}
 	c.ready = len(ready)
-	bound := min(p.record.Spec.Size, p.record.Spec.Bound(p.memory))
-	if c.ready > bound {
+	if bound := min(p.record.Spec.Size, p.record.Spec.Bound(p.memory)); c.ready > bound {
 		slices.SortFunc(ready, func(a, b *member) int { return strings.Compare(b.uid, a.uid) }) // the youngest first
 		c.doomed = append(c.doomed, ready[:c.ready-bound]...)
 		c.ready = bound
+	}
+	return c
+}
+
+// goingOn counts the operations that matter to pools. It wants the lock.
+func (e *Engine) goingOn() (c census) {
+	now := e.cfg.Now()
+	for _, t := range e.tasks {
+		switch t.kind {
+		case KindFillPool:
+			c.fills++
+		case KindCreateSandbox, KindRestoreSandbox, KindForkSandbox, KindCreateTemplate:
+			c.busy = c.busy || now.Sub(t.created) < busyFor
+		case KindClaimSandbox:
+			c.busy = c.busy || t.cold && now.Sub(t.created) < busyFor
+		}
 	}
 	return c
 }

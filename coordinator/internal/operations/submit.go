@@ -32,6 +32,17 @@ type writes struct {
 	result func(*Result)
 }
 
+// tell calls accepted or refused.
+func (w writes) tell(accepted bool) {
+	f := w.refused
+	if accepted {
+		f = w.accepted
+	}
+	if f != nil {
+		f()
+	}
+}
+
 // submit accepts the request, or joins the operation that was accepted under its id, and waits for its end.
 func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
 	op, err := e.accept(ctx, c, kind, request, secrets, d)
@@ -111,15 +122,11 @@ func (e *Engine) acceptNow(ctx context.Context, c Call, kind Kind, request any, 
 		return catalog.Commit{ID: op.ID, Tenant: op.Tenant, Digest: op.Digest, Minted: minted,
 			Checks: w.checks, Puts: append([]catalog.Put{put}, w.puts...)}, err
 	})
-	if err == nil && res.Seq != 0 && !res.Replayed {
+	mine := err == nil && res.Seq != 0 && !res.Replayed
+	w.tell(mine)
+	if mine {
 		op.revision, op.fresh = res.Revisions[records.OperationKey(op.Tenant, op.ID)], true
-		if w.accepted != nil {
-			w.accepted()
-		}
 		return &op, nil
-	}
-	if w.refused != nil {
-		w.refused()
 	}
 	if err != nil && !errs.NotStartedFor(err) && mutant.On(mutant.BlindRetry) {
 		c.OperationID = uid.New()
