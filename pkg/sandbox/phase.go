@@ -36,7 +36,7 @@ func Phases() []Phase {
 var moves = map[Phase][]Phase{
 	Gone:        {Pending},
 	Pending:     {Starting, Failed, Deleting},
-	Starting:    {Running, Stopped, Failed, Deleting},
+	Starting:    {Running, Paused, Stopped, Failed, Deleting}, // Paused: restored to stand still
 	Running:     {Paused, Hibernating, Hibernated, Stopped, Failed, Deleting},
 	Paused:      {Resuming, Running, Hibernating, Hibernated, Stopped, Failed, Deleting},
 	Hibernating: {Hibernated, Running, Paused, Stopped, Failed, Deleting},

@@ -381,6 +381,7 @@ func claimCommand() *cli.Command {
 		Name: "claim", Usage: "take a sandbox of a template that is ready and print its uid", ArgsUsage: "TEMPLATE|POOL",
 		Description: "A template's: a ready member of any of its pools. Lifetime and idle settings are the template's where they are not given; the lifetime begins now.",
 		Flags: callFlags(true, append(metaFlags(),
+			&cli.StringSliceFlag{Name: "env", Aliases: []string{"e"}, Usage: "KEY=VALUE, or KEY to pass it on, for what is started from now on; may be repeated"},
 			&cli.StringFlag{Name: "fallback", Usage: "when none is ready: restore the golden snapshot, or refuse", Value: "restore"},
 			&cli.DurationFlag{Name: "lifetime", Usage: "delete the sandbox this long after the claim, e.g. 8h"},
 			&cli.DurationFlag{Name: "idle-timeout", Usage: "how long it may be unused, e.g. 15m"},
@@ -413,7 +414,11 @@ func claimRequest(c call) (*dormousev1.ClaimSandboxRequest, error) {
 	if err != nil {
 		return nil, err
 	}
-	req := &dormousev1.ClaimSandboxRequest{OperationId: op, Name: c.String("name"), Labels: labels}
+	env, err := pairs(c.Context, "env", true)
+	if err != nil {
+		return nil, err
+	}
+	req := &dormousev1.ClaimSandboxRequest{OperationId: op, Name: c.String("name"), Labels: labels, Env: env}
 	v, ok := dormousev1.ClaimFallback_value["CLAIM_FALLBACK_"+strings.ToUpper(c.String("fallback"))]
 	if !ok || v == 0 {
 		return nil, command.Usage(c.Context, "--fallback %q: restore or refuse", c.String("fallback"))

@@ -411,7 +411,7 @@ func (n *willing) ResumeSandbox(_ context.Context, _ string, c operations.Comman
 	return n.observed(c, u), nil
 }
 
-func (n *willing) ClaimSandbox(_ context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+func (n *willing) ClaimSandbox(_ context.Context, _ string, c operations.Command, sb *records.Sandbox, _ map[string]string) (operations.Observation, error) {
 	return n.observed(c, sb.UID), nil
 }
 

@@ -364,7 +364,7 @@ func (s sandboxService) ClaimSandbox(ctx context.Context, req *dormousev1.ClaimS
 
 // claimOf reads what of the template's settings a claim replaces.
 func claimOf(req *dormousev1.ClaimSandboxRequest) (operations.ClaimSandbox, error) {
-	c := operations.ClaimSandbox{TemplateUID: req.GetTemplateUid(), PoolUID: req.GetPoolUid(), Name: req.GetName(), Labels: req.GetLabels(), WakeOnUse: req.WakeOnUse}
+	c := operations.ClaimSandbox{TemplateUID: req.GetTemplateUid(), PoolUID: req.GetPoolUid(), Name: req.GetName(), Labels: req.GetLabels(), WakeOnUse: req.WakeOnUse, Env: req.GetEnv()}
 	switch req.GetFallback() {
 	case dormousev1.ClaimFallback_CLAIM_FALLBACK_UNSPECIFIED, dormousev1.ClaimFallback_CLAIM_FALLBACK_RESTORE:
 	case dormousev1.ClaimFallback_CLAIM_FALLBACK_REFUSE:

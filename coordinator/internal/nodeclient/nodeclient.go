@@ -168,9 +168,9 @@ func (p *Pool) StartSandbox(ctx context.Context, node string, c operations.Comma
 	})
 }
 
-// RestoreSandbox makes a sandbox from the snapshot in sb.SourceSnapshot.
+// RestoreSandbox makes a sandbox from the snapshot in sb.SourceSnapshot. A member of a pool stands still from the beginning.
 func (p *Pool) RestoreSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
-	req := &nodev1.RestoreSandboxRequest{Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, SnapshotUid: sb.SourceSnapshot, Hostname: sb.Spec.Hostname,
+	req := &nodev1.RestoreSandboxRequest{Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, SnapshotUid: sb.SourceSnapshot, Hostname: sb.Spec.Hostname, Parked: sb.Pool != "",
 		Network: &nodev1.RestoreNetwork{Egress: wire.EgressToProto(sb.Spec.Egress)}}
 	for _, m := range sb.Spec.Volumes {
 		req.Volumes = append(req.Volumes, &nodev1.RestoreVolume{Path: m.Path, VolumeUid: m.VolumeUID, ReadOnly: m.ReadOnly})
@@ -234,8 +234,10 @@ func (p *Pool) ResumeSandbox(ctx context.Context, node string, c operations.Comm
 }
 
 // ClaimSandbox returns when a member of a pool runs as the claimer's sandbox.
-func (p *Pool) ClaimSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
-	return p.ResumeSandbox(ctx, node, c, sb.UID)
+func (p *Pool) ClaimSandbox(ctx context.Context, node string, c operations.Command, sb *records.Sandbox, env map[string]string) (operations.Observation, error) {
+	return p.observe(ctx, node, c, func(ctx context.Context, agent nodev1.AgentServiceClient, cmd *nodev1.Command) (observed, error) {
+		return agent.ClaimSandbox(ctx, &nodev1.ClaimSandboxRequest{Command: cmd, Uid: sb.UID, Name: sb.Name, Generation: sb.Generation, Hostname: sb.Spec.Hostname, Env: env})
+	})
 }
 
 // HibernateSandbox returns when the sandbox is on the node's disk alone.

@@ -2,6 +2,7 @@ package operations
 
 import (
 	"context"
+	"encoding/json"
 	"maps"
 	"strconv"
 	"time"
@@ -27,6 +28,9 @@ func (e *Engine) ClaimSandbox(ctx context.Context, c Call, req ClaimSandbox) (*O
 				return nil, err
 			}
 		}
+	}
+	if err := problem(sandbox.ValidateEnv("env", req.Env)); err != nil {
+		return nil, err
 	}
 	taken := "" // by a build that may not have been applied
 	return e.submit(ctx, c, KindClaimSandbox, req, nil, func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
@@ -152,6 +156,14 @@ func (c ClaimSandbox) settle(sb *records.Sandbox, of sandbox.Spec) {
 	if c.WakeOnUse != nil {
 		sb.Spec.WakeOnUse = *c.WakeOnUse
 	}
+	if len(c.Env) > 0 {
+		env := maps.Clone(sb.Spec.Env)
+		if env == nil {
+			env = make(map[string]string)
+		}
+		maps.Copy(env, c.Env)
+		sb.Spec.Env = env
+	}
 }
 
 // claimCold restores the golden snapshot, or refuses with the numbers.
@@ -226,9 +238,13 @@ func (e *Engine) driveClaim(ctx context.Context, t *task) error {
 	if err != nil {
 		return err
 	}
+	var req ClaimSandbox
+	if err := json.Unmarshal(t.op.Request, &req); err != nil {
+		return e.finish(ctx, t, errs.Wrap(err, errs.InternalError, "read the request of operation %s", t.op.ID), nil)
+	}
 	var obs Observation
 	err = e.call(ctx, t, sb.Status.Node, "claim:"+u, func(ctx context.Context, c Command) (err error) {
-		obs, err = e.cfg.Agents.ClaimSandbox(ctx, sb.Status.Node, c, sb)
+		obs, err = e.cfg.Agents.ClaimSandbox(ctx, sb.Status.Node, c, sb, req.Env)
 		return err
 	})
 	if env, failed := isFinal(err); failed {

@@ -406,7 +406,8 @@ func (e *Engine) changePool(ctx context.Context, key catalog.Key, change func(*r
 	return absentIsDone(err)
 }
 
-// driveFill restores a member, pauses it, and says in the same commit as its end that it is ready.
+// driveFill restores a member that stands still, and says in the same commit as its end that it is ready. One that its node
+// restored running, as older nodes do, is paused.
 func (e *Engine) driveFill(ctx context.Context, t *task) error {
 	u := t.op.Plan.Copies[0].SandboxUID
 	if t.op.Error == nil {
@@ -440,8 +441,21 @@ func (e *Engine) fillFailed(ctx context.Context, t *task, env *errs.Error) error
 }
 
 func (e *Engine) makeMember(ctx context.Context, t *task, u string) error {
-	if _, err := e.makeRun(ctx, t, u, nil); err != nil {
+	_, err := e.makeRun(ctx, t, u, func(op *Operation, sb *records.Sandbox) (catalog.Put, error) {
+		if sb.Status.Phase != sandbox.Paused { // it does not stand still yet
+			return op.put()
+		}
+		sb.PoolReady = true
+		return e.ended(op, nil, nil)
+	})
+	if err != nil {
 		return err
+	}
+	if err := e.reload(ctx, t); err != nil {
+		return err
+	}
+	if t.op.State != Pending {
+		return e.filled(ctx, t)
 	}
 	sb, err := e.sandbox(ctx, e.cfg.Catalog, t.op.Tenant, u)
 	if errs.Has(err, errs.ObjectNotFound) || err == nil && sb.Status.Phase == sandbox.Deleting {
@@ -496,13 +510,13 @@ func (e *Engine) memberReady(ctx context.Context, t *task, u, node string, obs O
 	if after != nil {
 		e.resync(ctx, t.op.Tenant, u)
 	}
-	if err := e.filled(ctx, t); err != nil {
-		e.log.Warn("that a member of a pool was made was not noted", "pool", t.op.Plan.Target, "error", err)
+	if err := e.reload(ctx, t); err != nil {
+		return err
 	}
-	return e.reload(ctx, t)
+	return e.filled(ctx, t)
 }
 
-// filled forgets earlier failures.
+// filled forgets earlier failures. That it could not is no failure of the fill, which has ended.
 func (e *Engine) filled(ctx context.Context, t *task) error {
 	key := records.PoolKey(t.op.Tenant, t.op.Plan.Target)
 	e.mu.Lock()
@@ -512,5 +526,8 @@ func (e *Engine) filled(ctx context.Context, t *task) error {
 	if !failed {
 		return nil
 	}
-	return e.changePool(ctx, key, func(pool *records.Pool) { pool.Status.Failures = 0 }, 0)
+	if err := e.changePool(ctx, key, func(pool *records.Pool) { pool.Status.Failures = 0 }, 0); err != nil {
+		e.log.Warn("that members of a pool are made again was not noted", "pool", key.UID, "error", err)
+	}
+	return nil
 }

@@ -40,7 +40,7 @@ func (e *Engine) observe(sb *records.Sandbox, o Observation) bool {
 	if o.Phase == sandbox.Stopped || o.Phase == sandbox.Failed {
 		st.ExitCode = o.ExitCode
 	}
-	if o.Phase == sandbox.Running || o.Phase == sandbox.Stopped {
+	if o.Phase == sandbox.Running || o.Phase == sandbox.Paused || o.Phase == sandbox.Stopped {
 		sb.SourceSnapshot = ""
 	}
 	return true

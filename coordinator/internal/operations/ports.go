@@ -86,8 +86,8 @@ type Agents interface {
 	PauseSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)
 	HibernateSandbox(ctx context.Context, node string, c Command, uid string, ifUnusedFor time.Duration) (Observation, error)
 	ResumeSandbox(ctx context.Context, node string, c Command, uid string) (Observation, error)
-	// ClaimSandbox resumes a paused sandbox with the identity that its record has now.
-	ClaimSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox) (Observation, error)
+	// ClaimSandbox resumes a paused sandbox with the identity that its record has now, and more environment.
+	ClaimSandbox(ctx context.Context, node string, c Command, sb *records.Sandbox, env map[string]string) (Observation, error)
 	// RunProcess starts a process in a sandbox, at most once for its id, and gives its end.
 	RunProcess(ctx context.Context, node string, c Command, sandboxUID string, p Process) (ProcessEnd, error)
 	DeleteSnapshot(ctx context.Context, node string, c Command, uid string) (fence.Epoch, error)

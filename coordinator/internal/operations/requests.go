@@ -151,6 +151,7 @@ type ClaimSandbox struct {
 	Idle        *time.Duration     `json:"idle_timeout,omitempty"`
 	OnIdle      sandbox.IdleAction `json:"on_idle,omitempty"`
 	WakeOnUse   *bool              `json:"wake_on_use,omitempty"`
+	Env         map[string]string  `json:"env,omitempty"`
 	// Refuse where no member is ready, instead of a restore.
 	Refuse bool `json:"refuse,omitempty"`
 }

@@ -292,6 +292,9 @@ func (a crashingAgents) RestoreSandbox(ctx context.Context, _ string, c operatio
 			}
 		}
 		a.n.sandboxes[sb.UID] = true
+		if sb.Pool != "" { // it is parked
+			a.n.paused[sb.UID] = true
+		}
 		a.n.govern(sb.UID, sb.Generation, sb.Spec.Egress)
 	})
 	got.obs.RestoredFrom = sb.SourceSnapshot
@@ -341,7 +344,7 @@ func (a crashingAgents) ResumeSandbox(ctx context.Context, _ string, c operation
 	return got.obs, err
 }
 
-func (a crashingAgents) ClaimSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox) (operations.Observation, error) {
+func (a crashingAgents) ClaimSandbox(ctx context.Context, _ string, c operations.Command, sb *records.Sandbox, _ map[string]string) (operations.Observation, error) {
 	got, _, err := a.do(ctx, c, "claim", sb.UID, func() {
 		if !a.n.paused[sb.UID] {
 			panic("a claim of what does not stand still")

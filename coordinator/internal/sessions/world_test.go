@@ -392,7 +392,7 @@ func (a *agents) ResumeSandbox(context.Context, string, operations.Command, stri
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
 
-func (a *agents) ClaimSandbox(context.Context, string, operations.Command, *records.Sandbox) (operations.Observation, error) {
+func (a *agents) ClaimSandbox(context.Context, string, operations.Command, *records.Sandbox, map[string]string) (operations.Observation, error) {
 	return operations.Observation{}, errs.New(errs.NotSupported, "not asked for here")
 }
 

@@ -2609,11 +2609,14 @@ type ClaimSandboxRequest struct {
 	Name        string            `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`
 	Labels      map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// In place of the template's, where set. The lifetime begins with the claim.
-	Lifetime      *durationpb.Duration `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
-	IdleTimeout   *durationpb.Duration `protobuf:"bytes,7,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
-	OnIdle        IdleAction           `protobuf:"varint,8,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
-	WakeOnUse     *bool                `protobuf:"varint,9,opt,name=wake_on_use,json=wakeOnUse,proto3,oneof" json:"wake_on_use,omitempty"`
-	Fallback      ClaimFallback        `protobuf:"varint,10,opt,name=fallback,proto3,enum=dormouse.v1.ClaimFallback" json:"fallback,omitempty"`
+	Lifetime    *durationpb.Duration `protobuf:"bytes,6,opt,name=lifetime,proto3" json:"lifetime,omitempty"`
+	IdleTimeout *durationpb.Duration `protobuf:"bytes,7,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
+	OnIdle      IdleAction           `protobuf:"varint,8,opt,name=on_idle,json=onIdle,proto3,enum=dormouse.v1.IdleAction" json:"on_idle,omitempty"`
+	WakeOnUse   *bool                `protobuf:"varint,9,opt,name=wake_on_use,json=wakeOnUse,proto3,oneof" json:"wake_on_use,omitempty"`
+	Fallback    ClaimFallback        `protobuf:"varint,10,opt,name=fallback,proto3,enum=dormouse.v1.ClaimFallback" json:"fallback,omitempty"`
+	// Added to the environment of the processes that are started from now on; a name that is there gets the new value. It is recorded: it is no place for a
+	// secret.
+	Env           map[string]string `protobuf:"bytes,11,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2716,6 +2719,13 @@ func (x *ClaimSandboxRequest) GetFallback() ClaimFallback {
 		return x.Fallback
 	}
 	return ClaimFallback_CLAIM_FALLBACK_UNSPECIFIED
+}
+
+func (x *ClaimSandboxRequest) GetEnv() map[string]string {
+	if x != nil {
+		return x.Env
+	}
+	return nil
 }
 
 type ClaimSandboxResponse struct {
@@ -2987,7 +2997,7 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\"j\n" +
 	"\x15ResumeSandboxResponse\x12.\n" +
 	"\asandbox\x18\x01 \x01(\v2\x14.dormouse.v1.SandboxR\asandbox\x12!\n" +
-	"\foperation_id\x18\x02 \x01(\tR\voperationId\"\x9f\x04\n" +
+	"\foperation_id\x18\x02 \x01(\tR\voperationId\"\x94\x05\n" +
 	"\x13ClaimSandboxRequest\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12!\n" +
 	"\ftemplate_uid\x18\x02 \x01(\tR\vtemplateUid\x12\x19\n" +
@@ -2999,8 +3009,12 @@ const file_dormouse_v1_sandbox_proto_rawDesc = "" +
 	"\aon_idle\x18\b \x01(\x0e2\x17.dormouse.v1.IdleActionR\x06onIdle\x12#\n" +
 	"\vwake_on_use\x18\t \x01(\bH\x00R\twakeOnUse\x88\x01\x01\x126\n" +
 	"\bfallback\x18\n" +
-	" \x01(\x0e2\x1a.dormouse.v1.ClaimFallbackR\bfallback\x1a9\n" +
+	" \x01(\x0e2\x1a.dormouse.v1.ClaimFallbackR\bfallback\x12;\n" +
+	"\x03env\x18\v \x03(\v2).dormouse.v1.ClaimSandboxRequest.EnvEntryR\x03env\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a6\n" +
+	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\x0e\n" +
 	"\f_wake_on_use\"\x84\x01\n" +
@@ -3070,7 +3084,7 @@ func file_dormouse_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
+var file_dormouse_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
 var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	(SandboxPhase)(0),                 // 0: dormouse.v1.SandboxPhase
 	(NetworkMode)(0),                  // 1: dormouse.v1.NetworkMode
@@ -3121,13 +3135,14 @@ var file_dormouse_v1_sandbox_proto_goTypes = []any{
 	nil,                               // 46: dormouse.v1.RestoreSandboxRequest.LabelsEntry
 	nil,                               // 47: dormouse.v1.ForkSandboxRequest.LabelsEntry
 	nil,                               // 48: dormouse.v1.ClaimSandboxRequest.LabelsEntry
-	(*durationpb.Duration)(nil),       // 49: google.protobuf.Duration
-	(*EgressPolicy)(nil),              // 50: dormouse.v1.EgressPolicy
-	(*Condition)(nil),                 // 51: dormouse.v1.Condition
-	(*timestamppb.Timestamp)(nil),     // 52: google.protobuf.Timestamp
-	(*ObjectMeta)(nil),                // 53: dormouse.v1.ObjectMeta
-	(*fieldmaskpb.FieldMask)(nil),     // 54: google.protobuf.FieldMask
-	(*Snapshot)(nil),                  // 55: dormouse.v1.Snapshot
+	nil,                               // 49: dormouse.v1.ClaimSandboxRequest.EnvEntry
+	(*durationpb.Duration)(nil),       // 50: google.protobuf.Duration
+	(*EgressPolicy)(nil),              // 51: dormouse.v1.EgressPolicy
+	(*Condition)(nil),                 // 52: dormouse.v1.Condition
+	(*timestamppb.Timestamp)(nil),     // 53: google.protobuf.Timestamp
+	(*ObjectMeta)(nil),                // 54: dormouse.v1.ObjectMeta
+	(*fieldmaskpb.FieldMask)(nil),     // 55: google.protobuf.FieldMask
+	(*Snapshot)(nil),                  // 56: dormouse.v1.Snapshot
 }
 var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	40, // 0: dormouse.v1.SandboxSpec.env:type_name -> dormouse.v1.SandboxSpec.EnvEntry
@@ -3135,17 +3150,17 @@ var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	6,  // 2: dormouse.v1.SandboxSpec.volumes:type_name -> dormouse.v1.VolumeMount
 	1,  // 3: dormouse.v1.SandboxSpec.network:type_name -> dormouse.v1.NetworkMode
 	41, // 4: dormouse.v1.SandboxSpec.node_selector:type_name -> dormouse.v1.SandboxSpec.NodeSelectorEntry
-	49, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
+	50, // 5: dormouse.v1.SandboxSpec.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 6: dormouse.v1.SandboxSpec.on_idle:type_name -> dormouse.v1.IdleAction
-	49, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
-	50, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
+	50, // 7: dormouse.v1.SandboxSpec.lifetime:type_name -> google.protobuf.Duration
+	51, // 8: dormouse.v1.SandboxSpec.egress:type_name -> dormouse.v1.EgressPolicy
 	0,  // 9: dormouse.v1.SandboxStatus.phase:type_name -> dormouse.v1.SandboxPhase
-	51, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
-	52, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	49, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
-	49, // 13: dormouse.v1.SandboxStatus.start_queued:type_name -> google.protobuf.Duration
-	49, // 14: dormouse.v1.SandboxStatus.start_service:type_name -> google.protobuf.Duration
-	53, // 15: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
+	52, // 10: dormouse.v1.SandboxStatus.conditions:type_name -> dormouse.v1.Condition
+	53, // 11: dormouse.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	50, // 12: dormouse.v1.SandboxStatus.last_freeze:type_name -> google.protobuf.Duration
+	50, // 13: dormouse.v1.SandboxStatus.start_queued:type_name -> google.protobuf.Duration
+	50, // 14: dormouse.v1.SandboxStatus.start_service:type_name -> google.protobuf.Duration
+	54, // 15: dormouse.v1.Sandbox.meta:type_name -> dormouse.v1.ObjectMeta
 	7,  // 16: dormouse.v1.Sandbox.spec:type_name -> dormouse.v1.SandboxSpec
 	8,  // 17: dormouse.v1.Sandbox.status:type_name -> dormouse.v1.SandboxStatus
 	42, // 18: dormouse.v1.CreateSandboxRequest.labels:type_name -> dormouse.v1.CreateSandboxRequest.LabelsEntry
@@ -3155,18 +3170,18 @@ var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	9,  // 22: dormouse.v1.GetSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	16, // 23: dormouse.v1.GetSandboxNetworkResponse.network:type_name -> dormouse.v1.SandboxNetwork
 	1,  // 24: dormouse.v1.SandboxNetwork.mode:type_name -> dormouse.v1.NetworkMode
-	54, // 25: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
+	55, // 25: dormouse.v1.UpdateSandboxRequest.update_mask:type_name -> google.protobuf.FieldMask
 	44, // 26: dormouse.v1.UpdateSandboxRequest.labels:type_name -> dormouse.v1.UpdateSandboxRequest.LabelsEntry
-	49, // 27: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
-	49, // 28: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	50, // 27: dormouse.v1.UpdateSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	50, // 28: dormouse.v1.UpdateSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 29: dormouse.v1.UpdateSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
-	50, // 30: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
+	51, // 30: dormouse.v1.UpdateSandboxRequest.egress:type_name -> dormouse.v1.EgressPolicy
 	9,  // 31: dormouse.v1.UpdateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	0,  // 32: dormouse.v1.ListSandboxesRequest.phase:type_name -> dormouse.v1.SandboxPhase
 	9,  // 33: dormouse.v1.ListSandboxesResponse.sandboxes:type_name -> dormouse.v1.Sandbox
 	9,  // 34: dormouse.v1.WatchSandboxesResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	45, // 35: dormouse.v1.CheckpointSandboxRequest.labels:type_name -> dormouse.v1.CheckpointSandboxRequest.LabelsEntry
-	55, // 36: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
+	56, // 36: dormouse.v1.CheckpointSandboxResponse.snapshot:type_name -> dormouse.v1.Snapshot
 	3,  // 37: dormouse.v1.VolumeBinding.policy:type_name -> dormouse.v1.VolumePolicy
 	46, // 38: dormouse.v1.RestoreSandboxRequest.labels:type_name -> dormouse.v1.RestoreSandboxRequest.LabelsEntry
 	27, // 39: dormouse.v1.RestoreSandboxRequest.volumes:type_name -> dormouse.v1.VolumeBinding
@@ -3178,44 +3193,45 @@ var file_dormouse_v1_sandbox_proto_depIdxs = []int32{
 	9,  // 45: dormouse.v1.HibernateSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	9,  // 46: dormouse.v1.ResumeSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
 	48, // 47: dormouse.v1.ClaimSandboxRequest.labels:type_name -> dormouse.v1.ClaimSandboxRequest.LabelsEntry
-	49, // 48: dormouse.v1.ClaimSandboxRequest.lifetime:type_name -> google.protobuf.Duration
-	49, // 49: dormouse.v1.ClaimSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
+	50, // 48: dormouse.v1.ClaimSandboxRequest.lifetime:type_name -> google.protobuf.Duration
+	50, // 49: dormouse.v1.ClaimSandboxRequest.idle_timeout:type_name -> google.protobuf.Duration
 	2,  // 50: dormouse.v1.ClaimSandboxRequest.on_idle:type_name -> dormouse.v1.IdleAction
 	4,  // 51: dormouse.v1.ClaimSandboxRequest.fallback:type_name -> dormouse.v1.ClaimFallback
-	9,  // 52: dormouse.v1.ClaimSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
-	10, // 53: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
-	12, // 54: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
-	14, // 55: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
-	17, // 56: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
-	19, // 57: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
-	21, // 58: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
-	23, // 59: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
-	25, // 60: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
-	28, // 61: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
-	30, // 62: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
-	32, // 63: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
-	34, // 64: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
-	36, // 65: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
-	38, // 66: dormouse.v1.SandboxService.ClaimSandbox:input_type -> dormouse.v1.ClaimSandboxRequest
-	11, // 67: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
-	13, // 68: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
-	15, // 69: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
-	18, // 70: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
-	20, // 71: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
-	22, // 72: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
-	24, // 73: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
-	26, // 74: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
-	29, // 75: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
-	31, // 76: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
-	33, // 77: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
-	35, // 78: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
-	37, // 79: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
-	39, // 80: dormouse.v1.SandboxService.ClaimSandbox:output_type -> dormouse.v1.ClaimSandboxResponse
-	67, // [67:81] is the sub-list for method output_type
-	53, // [53:67] is the sub-list for method input_type
-	53, // [53:53] is the sub-list for extension type_name
-	53, // [53:53] is the sub-list for extension extendee
-	0,  // [0:53] is the sub-list for field type_name
+	49, // 52: dormouse.v1.ClaimSandboxRequest.env:type_name -> dormouse.v1.ClaimSandboxRequest.EnvEntry
+	9,  // 53: dormouse.v1.ClaimSandboxResponse.sandbox:type_name -> dormouse.v1.Sandbox
+	10, // 54: dormouse.v1.SandboxService.CreateSandbox:input_type -> dormouse.v1.CreateSandboxRequest
+	12, // 55: dormouse.v1.SandboxService.GetSandbox:input_type -> dormouse.v1.GetSandboxRequest
+	14, // 56: dormouse.v1.SandboxService.GetSandboxNetwork:input_type -> dormouse.v1.GetSandboxNetworkRequest
+	17, // 57: dormouse.v1.SandboxService.UpdateSandbox:input_type -> dormouse.v1.UpdateSandboxRequest
+	19, // 58: dormouse.v1.SandboxService.ListSandboxes:input_type -> dormouse.v1.ListSandboxesRequest
+	21, // 59: dormouse.v1.SandboxService.DeleteSandbox:input_type -> dormouse.v1.DeleteSandboxRequest
+	23, // 60: dormouse.v1.SandboxService.WatchSandboxes:input_type -> dormouse.v1.WatchSandboxesRequest
+	25, // 61: dormouse.v1.SandboxService.CheckpointSandbox:input_type -> dormouse.v1.CheckpointSandboxRequest
+	28, // 62: dormouse.v1.SandboxService.RestoreSandbox:input_type -> dormouse.v1.RestoreSandboxRequest
+	30, // 63: dormouse.v1.SandboxService.ForkSandbox:input_type -> dormouse.v1.ForkSandboxRequest
+	32, // 64: dormouse.v1.SandboxService.PauseSandbox:input_type -> dormouse.v1.PauseSandboxRequest
+	34, // 65: dormouse.v1.SandboxService.HibernateSandbox:input_type -> dormouse.v1.HibernateSandboxRequest
+	36, // 66: dormouse.v1.SandboxService.ResumeSandbox:input_type -> dormouse.v1.ResumeSandboxRequest
+	38, // 67: dormouse.v1.SandboxService.ClaimSandbox:input_type -> dormouse.v1.ClaimSandboxRequest
+	11, // 68: dormouse.v1.SandboxService.CreateSandbox:output_type -> dormouse.v1.CreateSandboxResponse
+	13, // 69: dormouse.v1.SandboxService.GetSandbox:output_type -> dormouse.v1.GetSandboxResponse
+	15, // 70: dormouse.v1.SandboxService.GetSandboxNetwork:output_type -> dormouse.v1.GetSandboxNetworkResponse
+	18, // 71: dormouse.v1.SandboxService.UpdateSandbox:output_type -> dormouse.v1.UpdateSandboxResponse
+	20, // 72: dormouse.v1.SandboxService.ListSandboxes:output_type -> dormouse.v1.ListSandboxesResponse
+	22, // 73: dormouse.v1.SandboxService.DeleteSandbox:output_type -> dormouse.v1.DeleteSandboxResponse
+	24, // 74: dormouse.v1.SandboxService.WatchSandboxes:output_type -> dormouse.v1.WatchSandboxesResponse
+	26, // 75: dormouse.v1.SandboxService.CheckpointSandbox:output_type -> dormouse.v1.CheckpointSandboxResponse
+	29, // 76: dormouse.v1.SandboxService.RestoreSandbox:output_type -> dormouse.v1.RestoreSandboxResponse
+	31, // 77: dormouse.v1.SandboxService.ForkSandbox:output_type -> dormouse.v1.ForkSandboxResponse
+	33, // 78: dormouse.v1.SandboxService.PauseSandbox:output_type -> dormouse.v1.PauseSandboxResponse
+	35, // 79: dormouse.v1.SandboxService.HibernateSandbox:output_type -> dormouse.v1.HibernateSandboxResponse
+	37, // 80: dormouse.v1.SandboxService.ResumeSandbox:output_type -> dormouse.v1.ResumeSandboxResponse
+	39, // 81: dormouse.v1.SandboxService.ClaimSandbox:output_type -> dormouse.v1.ClaimSandboxResponse
+	68, // [68:82] is the sub-list for method output_type
+	54, // [54:68] is the sub-list for method input_type
+	54, // [54:54] is the sub-list for extension type_name
+	54, // [54:54] is the sub-list for extension extendee
+	0,  // [0:54] is the sub-list for field type_name
 }
 
 func init() { file_dormouse_v1_sandbox_proto_init() }
@@ -3234,7 +3250,7 @@ func file_dormouse_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_sandbox_proto_rawDesc), len(file_dormouse_v1_sandbox_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   44,
+			NumMessages:   45,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
