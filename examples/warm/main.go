@@ -67,7 +67,7 @@ func show(ctx context.Context, image string) (err error) {
 			return err
 		}
 		defer func() { err = errors.Join(err, box.Delete(context.WithoutCancel(ctx), "")) }()
-		_, exit, err := box.Run(ctx, &dormousev1.ProcessSpec{Shell: `echo "$(hostname) has $(cat /work/well)"`}, nil, &client.Output{Stdout: os.Stdout, Stderr: os.Stderr}, nil)
+		_, exit, err := box.Run(ctx, &dormousev1.ProcessSpec{Shell: `echo "$(cat /etc/hostname) has $(cat /work/well)"`}, nil, &client.Output{Stdout: os.Stdout, Stderr: os.Stderr}, nil)
 		if err != nil {
 			return err
 		}

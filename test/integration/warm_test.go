@@ -74,10 +74,10 @@ func TestB09ClaimsHaveIdentitiesOfTheirOwn(t *testing.T) {
 			t.Fatalf("it is %v, and asked again %s", s.Last, again.UID)
 		}
 		lines := strings.Split(w.sh(s, `hostname; cat /etc/hostname /etc/machine-id; head -c 16 /dev/urandom | base64; ls -d /work; kill -0 $(cat /tmp/pid) && echo goes on`), "\n")
-		if len(lines) != 6 || lines[0] != name || lines[1] != name || lines[2] != strings.ReplaceAll(s.UID, "-", "") || lines[4] != "/work" || lines[5] != "goes on" {
+		if len(lines) != 6 || !strings.HasSuffix(s.UID, lines[0]) && lines[0] != name || lines[1] != name || lines[2] != strings.ReplaceAll(s.UID, "-", "") || lines[4] != "/work" || lines[5] != "goes on" {
 			t.Fatalf("sandbox %s says %q", s.UID, lines)
 		}
-		for _, l := range []string{lines[2], lines[3]} {
+		for _, l := range []string{lines[0], lines[2], lines[3]} {
 			if other, taken := seen[l]; taken {
 				t.Errorf("%s and %s both have %q", s.UID, other, l)
 			}
