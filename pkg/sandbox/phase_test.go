@@ -10,7 +10,7 @@ import (
 var allowed = map[Phase][]Phase{
 	Gone:        {Pending},
 	Pending:     {Starting, Failed, Deleting},
-	Starting:    {Running, Stopped, Failed, Deleting},
+	Starting:    {Running, Paused, Stopped, Failed, Deleting},
 	Running:     {Paused, Hibernating, Hibernated, Stopped, Failed, Deleting},
 	Paused:      {Running, Resuming, Hibernating, Hibernated, Stopped, Failed, Deleting},
 	Hibernating: {Running, Paused, Hibernated, Stopped, Failed, Deleting},

@@ -19,6 +19,8 @@ import (
 var bounded = map[protoreflect.FullName]string{
 	"dormouse.v1.Sandbox":                           "a record: catalog.MaxBody",
 	"dormouse.v1.Snapshot":                          "a record: catalog.MaxBody",
+	"dormouse.v1.Template":                          "a record: catalog.MaxBody",
+	"dormouse.v1.Pool":                              "a record: catalog.MaxBody",
 	"dormouse.v1.Volume":                            "a record, with as many attachments and references as a page of referrers",
 	"dormouse.v1.Node":                              "a record, and one condition for each kind of problem",
 	"dormouse.v1.Operation":                         "a record: catalog.MaxBody",
