@@ -22,7 +22,8 @@ import (
 //
 // Compare measures this checkout (B) and another commit (A) in turn: A B A B ..., each built from its own tree and run by its own bench
 // command, so that whatever else the machine does weighs on both alike. What counts is each side's median. A figure is worse beyond
-// noise if every one of its values is worse than every one of A's, and the medians differ by more than some percent.
+// noise if every one of its values is worse than every one of A's, and the medians differ by more than some percent and by more
+// than the values of either side do among themselves.
 //
 // The other commit is checked out into a folder below Dir whose name has the process that made it. A comparison that was killed
 // leaves such a folder; the next one takes it away.
@@ -66,7 +67,8 @@ func (c Compared) Verdict() string {
 	if c.B.Median() < c.A.Median() {
 		low, high = c.B, c.A
 	}
-	if slices.Max(low) >= slices.Min(high) {
+	scatter := max(slices.Max(low)-slices.Min(low), slices.Max(high)-slices.Min(high))
+	if slices.Max(low) >= slices.Min(high) || high.Median()-low.Median() <= scatter {
 		return ""
 	}
 	if (c.B.Median() > c.A.Median()) == (c.Better > 0) {

@@ -20,6 +20,7 @@ func TestVerdictOfAComparison(t *testing.T) {
 		{"fewer in all", Sample{13, 14, 15}, Sample{10, 11, 12}, 1, "regression"},
 		{"faster in all", Sample{13, 14, 15}, Sample{10, 11, 12}, -1, "better"},
 		{"a little slower in all", Sample{10, 10, 10}, Sample{10.1, 10.1, 10.1}, -1, ""},
+		{"slower in all, by less than they scatter", Sample{6.8, 7.7}, Sample{7.9, 8.1}, -1, ""},
 		{"no direction", Sample{10, 10, 10}, Sample{20, 20, 20}, 0, ""},
 	} {
 		if got := (Compared{A: tc.a, B: tc.b, Better: tc.better}).Verdict(); got != tc.want {
