@@ -2,6 +2,7 @@ package room
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -70,7 +71,7 @@ func (r *Room) Run(ctx context.Context) {
 	defer tick.Stop()
 	var low time.Time
 	for {
-		r.refreshMachine()
+		r.refreshAsked()
 		if level, _ := r.Pressure(); level > None && r.o.Low != nil && r.o.Now().Sub(low) >= lowEvery {
 			r.o.Low(ctx)
 			low = r.o.Now()
@@ -83,29 +84,41 @@ func (r *Room) Run(ctx context.Context) {
 	}
 }
 
-// refresh reads the machine's figures, and the sandboxes' if that is due; sooner where something would be refused.
+// refresh reads the machine's figures. Those of a thousand sandboxes take a while: who would be refused waits for them, all others have
+// them read by Run, so that a start that fits is not held up.
 func (r *Room) refresh(refused bool) {
 	r.reading.Lock()
 	defer r.reading.Unlock()
-	pause := max(relaxed*r.took, freshest)
 	if refused {
-		pause = urgent * r.took
-	}
-	if now := r.o.Now(); r.sampled.IsZero() || now.Sub(r.sampled) >= pause {
-		r.sample()
-		r.sampled = r.o.Now()
-		r.took = r.sampled.Sub(now)
+		r.sampleAfter(urgent * r.took)
+	} else {
+		r.asked = true
 	}
 	r.look()
 }
 
-func (r *Room) refreshMachine() {
+// refreshAsked is Run's.
+func (r *Room) refreshAsked() {
 	r.reading.Lock()
 	defer r.reading.Unlock()
+	if r.asked {
+		r.sampleAfter(max(relaxed*r.took, freshest))
+	}
 	r.look()
 }
 
-// sample reads what the sandboxes use, each and all. It wants reading.
+// sampleAfter samples unless that was done within the pause. It wants reading.
+func (r *Room) sampleAfter(pause time.Duration) {
+	now := r.o.Now()
+	if !r.sampled.IsZero() && now.Sub(r.sampled) < pause {
+		return
+	}
+	r.sample()
+	r.asked, r.sampled = false, r.o.Now()
+	r.took = r.sampled.Sub(now)
+}
+
+// sample reads what each sandbox uses. It wants reading.
 func (r *Room) sample() {
 	r.mu.Lock()
 	uids := make([]string, 0, len(r.shares))
@@ -122,10 +135,6 @@ func (r *Room) sample() {
 		}
 		used[uid] = n
 	}
-	all, err := r.o.Source.Used()
-	if err != nil {
-		failed = err
-	}
 	if failed != nil {
 		r.o.Log.Warn("read the memory of the sandboxes", "error", failed)
 	}
@@ -136,21 +145,20 @@ func (r *Room) sample() {
 			s.used = n
 		}
 	}
-	if err == nil {
-		r.used = all
-	}
 }
 
-// look reads the machine's figures and settles the level. It wants reading.
+// look reads the figures of the machine and of all sandboxes together, and settles the level. It wants reading.
 func (r *Room) look() {
 	m, err := r.o.Source.Machine()
+	used, usedErr := r.o.Source.Used()
+	err = errors.Join(err, usedErr)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.broken = err; err != nil {
 		r.o.Log.Error("read the machine's memory; nothing is started meanwhile", "error", err)
 		return
 	}
-	r.machine = m
+	r.machine, r.used = m, used
 	if next := r.levelNow(); next != r.level {
 		r.o.Log.Warn("memory pressure", "was", r.level.String(), "is", next.String(), "available", r.available(), "reserve", r.o.Reserve, "stalled_percent", m.Stalled)
 		r.level = next

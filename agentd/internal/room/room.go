@@ -55,8 +55,8 @@ type Options struct {
 const (
 	// maxWaiting bounds who waits.
 	maxWaiting = 256
-	// The use of all sandboxes is read again after relaxed times as long as that took last, and freshest at the earliest; where
-	// something would be refused, after urgent times as long.
+	// The use of each sandbox is read again after relaxed times as long as that took last, and freshest at the earliest, if anything asked;
+	// where something would be refused, after urgent times as long.
 	relaxed, urgent = 100, 10
 	freshest        = time.Second
 )
@@ -88,8 +88,9 @@ type Room struct {
 
 	// reading is held while figures are read, without mu.
 	reading sync.Mutex
-	sampled time.Time // when the use of the sandboxes was read last, and how long that took
+	sampled time.Time // when the use of each sandbox was read last, and how long that took
 	took    time.Duration
+	asked   bool // something came since
 
 	mu      sync.Mutex
 	shares  map[string]*share
