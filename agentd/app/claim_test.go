@@ -3,6 +3,7 @@ package app
 import (
 	"context"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -176,6 +177,10 @@ func TestAParkedSandboxStandsOverAKill(t *testing.T) {
 	id := b.park(b.golden(hooked))
 	must(t, b.stack.KillAgentd(ctx(t), 1))
 	b.startAgentd()
+	cfg := Config{RunDir: filepath.Join(b.stack.NodeDir(1), "run")}
+	if _, body := get(t, cfg, "/metrics"); !strings.Contains(body, "dormouse_agentd_parked_sandboxes 1\n") || strings.Contains(body, "dormouse_agentd_parked_bytes 0\n") {
+		t.Error("the metrics do not count what stands ready")
+	}
 	req := b.claim(id, "after")
 	resp, err := b.agent.ClaimSandbox(ctx(t), req)
 	must(t, err)
@@ -183,6 +188,12 @@ func TestAParkedSandboxStandsOverAKill(t *testing.T) {
 		t.Fatalf("claimed it is %v", resp)
 	}
 	b.claimed(id, "after")
+	_, body := get(t, cfg, "/metrics")
+	for _, want := range []string{"dormouse_agentd_parked_sandboxes 0\n", "dormouse_agentd_parked_bytes 0\n", `dormouse_agentd_step_seconds_count{outcome="ok",step="guest",verb="claim"} 1`} {
+		if !strings.Contains(body, want) {
+			t.Errorf("the metrics do not say %q", want)
+		}
+	}
 	b.delete(id)
 	b.doctor()
 }
@@ -203,8 +214,14 @@ func BenchmarkClaim(b *testing.B) {
 	for i := range b.N {
 		id := w.park(snap)
 		timed("claim", func() error { _, err := w.agent.ClaimSandbox(ctx(b), w.claim(id, fmt.Sprintf("n-%d", i))); return err })
-		timed("pause", func() error { _, err := w.agent.PauseSandbox(ctx(b), &nodev1.PauseSandboxRequest{Command: w.cmd(), Uid: id}); return err })
-		timed("resume", func() error { _, err := w.agent.ResumeSandbox(ctx(b), &nodev1.ResumeSandboxRequest{Command: w.cmd(), Uid: id}); return err })
+		timed("pause", func() error {
+			_, err := w.agent.PauseSandbox(ctx(b), &nodev1.PauseSandboxRequest{Command: w.cmd(), Uid: id})
+			return err
+		})
+		timed("resume", func() error {
+			_, err := w.agent.ResumeSandbox(ctx(b), &nodev1.ResumeSandboxRequest{Command: w.cmd(), Uid: id})
+			return err
+		})
 		w.delete(id)
 	}
 	for what, all := range took {

@@ -59,7 +59,7 @@ type Options struct {
 	Log *slog.Logger
 	Now func() time.Time
 	// Measure is told of each step of a start or restore, and of a capture: their waits for a turn are steps of their own, "queue".
-	// For metrics. May be nil.
+	// And of a resume or claim. For metrics. May be nil.
 	Measure func(verb, step string, took time.Duration, err error)
 	// Fault is asked at each fault point; an error stops the owner dead, as a crash would. Tests only.
 	Fault func(point string) error

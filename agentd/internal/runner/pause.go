@@ -120,7 +120,11 @@ func (o *owner) resumeAs(ctx context.Context, rec nodestate.Sandbox) error {
 	// It is not left half way because a caller has no time any more.
 	after, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
 	defer cancel()
-	if err := o.n.Driver.Resume(after, o.uid); err != nil {
+	verb, claimed := "resume", o.claiming()
+	if claimed {
+		verb = "claim"
+	}
+	if err := o.measured(verb, runtimeStep, func() error { return o.n.Driver.Resume(after, o.uid) }); err != nil {
 		return o.loseFrozen(after, &checkpoint.NotResumedError{Err: err})
 	}
 	if err := o.n.fault("resume.thawed.after"); err != nil {
@@ -128,9 +132,8 @@ func (o *owner) resumeAs(ctx context.Context, rec nodestate.Sandbox) error {
 	}
 	rec = o.rec
 	rec.Phase, rec.Capture, rec.Parked = sandbox.Running, nil, false
-	claimed := o.claiming()
 	if claimed {
-		if err := o.tell(after); err != nil {
+		if err := o.measured(verb, "guest", func() error { return o.tell(after) }); err != nil {
 			return err
 		}
 		rec.Claim = &nodestate.Claim{CommandID: rec.Claim.CommandID, Told: true}
@@ -148,6 +151,16 @@ func (o *owner) resumeAs(ctx context.Context, rec nodestate.Sandbox) error {
 	}
 	o.speak(after)
 	return nil
+}
+
+// measured does a step and tells how long it took.
+func (o *owner) measured(verb, step string, do func() error) error {
+	began := o.n.Now()
+	err := do()
+	if o.n.Measure != nil {
+		o.n.Measure(verb, step, o.n.Now().Sub(began), err)
+	}
+	return err
 }
 
 // speak opens the channel of a sandbox that runs again to everybody, and watches.
