@@ -202,6 +202,8 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 // deleteRuntime ends and removes the driver's side, and looks whether it is gone.
 func (o *owner) deleteRuntime(ctx context.Context) error {
 	o.unwatch()
+	leave := o.n.ends.enter(ctx)
+	defer leave()
 	if err := o.n.Driver.Delete(ctx, o.uid); err != nil {
 		return err
 	}

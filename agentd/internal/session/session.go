@@ -80,10 +80,14 @@ type Options struct {
 	// Silence is how long a coordinator may be silent at least, however often it asks for heartbeats: one that is busy
 	// for a moment is not left, which would cost more than to wait. 10 s by default.
 	Silence time.Duration
+	// Settle is how long news waits before it is told: 50 ms by default. Most of it is the outcome of a call that the coordinator is
+	// just being answered, and records by that; told at the same moment by two ways it would be committed twice.
+	Settle time.Duration
 }
 
 const (
 	defaultHeartbeat = 5 * time.Second
+	defaultSettle    = 50 * time.Millisecond
 	// missed heartbeats before the stream is given up.
 	missed         = 3
 	welcomeTimeout = 20 * time.Second
@@ -108,6 +112,9 @@ func New(opts Options) *Client {
 	}
 	if opts.Silence == 0 {
 		opts.Silence = 10 * time.Second
+	}
+	if opts.Settle == 0 {
+		opts.Settle = defaultSettle
 	}
 	if opts.TicketKeys == nil {
 		opts.TicketKeys = func([]ticket.PublicKey) {}
@@ -317,11 +324,18 @@ func (s *live) send(ctx context.Context) error {
 	if err := s.reports(ctx); err != nil {
 		return err
 	}
+	var settled <-chan time.Time // while there is news
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-s.c.Node.Changed():
+			if settled == nil {
+				settled = time.After(s.c.Settle)
+			}
+			continue
+		case <-settled:
+			settled = nil
 		case id := <-s.kept:
 			if err := s.stream.Send(&nodev1.SessionRequest{Message: &nodev1.SessionRequest_JournalAck{JournalAck: &nodev1.JournalAck{Id: id}}}); err != nil {
 				return err
