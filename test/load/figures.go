@@ -47,7 +47,7 @@ func (s Summary) figures() []report.Figure {
 		all = append(all, report.Figure{What: "reading a sandbox meanwhile, p99 of the worst phase", Product: ms(worst), Value: worst, Unit: "ms", AtMost: inMS(t.GetP99)})
 	}
 	if p := s.Publications; p.Count > 0 {
-		f := report.Figure{What: fmt.Sprintf("publications by the coordinator within %s", time.Duration(p.Limit)), Product: fmt.Sprintf("%.2f %% of %d", 100*p.Share, p.Count), Value: 100 * p.Share, Unit: "%"}
+		f := report.Figure{What: fmt.Sprintf("snapshots Ready in the catalog within %s of their node's report", time.Duration(p.Limit)), Product: fmt.Sprintf("%.2f %% of %d", 100*p.Share, p.Count), Value: 100 * p.Share, Unit: "%"}
 		if t.PublishP99 == p.Limit {
 			f.AtLeast = 99
 		}

@@ -72,7 +72,7 @@ func (c *Config) defaults() {
 		c.MaxPending = 8192
 	}
 	if c.Accepting <= 0 {
-		c.Accepting = 32
+		c.Accepting = 8 // so many are one batch of commits; more of them only stand in the way
 	}
 	if c.OnReady == nil {
 		c.OnReady = func(time.Duration) {}

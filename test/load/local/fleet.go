@@ -17,6 +17,7 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/agentd/simulated"
 	"github.com/dormouse-run/dormouse/pkg/pki"
@@ -35,10 +36,14 @@ func upFleet(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*C
 		return nil, err
 	}
 	l := &Cluster{Cluster: c, Image: simulatedImage, simulated: true}
+	disks := filepath.Join(c.Dir, "disks")
+	if err := mountDisks(disks); err != nil {
+		return nil, errors.Join(err, l.End(ctx))
+	}
 	group, startCtx := errgroup.WithContext(ctx)
 	for i := 1; i <= plan.Nodes; i++ {
 		name := stack.NodeName(i)
-		dir := filepath.Join(c.Dir, fmt.Sprintf("s%d", i))
+		dir := filepath.Join(disks, fmt.Sprintf("s%d", i))
 		if err := os.Mkdir(dir, 0o700); err != nil {
 			return nil, errors.Join(err, l.End(ctx))
 		}
@@ -66,6 +71,18 @@ func upFleet(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*C
 		return nil, errors.Join(err, l.End(ctx))
 	}
 	return l, nil
+}
+
+// mountDisks makes a file system in memory for what the simulated nodes write. Real nodes have disks of their own: thirteen of them that sync to the
+// one that Redis syncs to would be measured, not Redis. It goes with the cluster's folder.
+func mountDisks(dir string) error {
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700"); err != nil {
+		return fmt.Errorf("mount the simulated nodes' disks: %w", err)
+	}
+	return nil
 }
 
 // online waits until so many nodes are.
