@@ -36,6 +36,7 @@ daemonize no
 appendonly yes
 appendfsync always
 aof-use-rdb-preamble yes
+auto-aof-rewrite-min-size 512mb
 save ""
 loglevel notice
 `
