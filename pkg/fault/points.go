@@ -49,6 +49,8 @@ func Agentd() []string {
 		// A pause in memory, and its end.
 		after("pause", "intent", "frozen", "record"),
 		after("resume", "intent", "thawed", "record"),
+		// A claim is a resume, in which the guest takes a new identity.
+		after("claim", "told"),
 		// A hibernation, and the way back: the steps of a restore, then the artefact goes. And the deletion of what is hibernated.
 		after("hibernate", "intent", "frozen", "saved", "record", "released"),
 		after("wake", "intent", "running", "dropped"),

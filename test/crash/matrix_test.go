@@ -59,6 +59,8 @@ func matrix() []row {
 	add(agentd, "checkpoint", capture, "runtime.turn.before", "runtime.turn.after", "runtime.turned.after", "runtime.turn.before#2", "runtime.turn.after#2")
 	add(agentd, "pause", pause, append(of("pause.", "runtime.turn"), "runtime.turn.before+runtime.unturned.after", "runtime.turn.after+runtime.turned.after")...)
 	add(agentd, "resume", resume, append(of("resume.", "runtime.turn"), "runtime.turn.before+runtime.unturned.after", "runtime.turn.after+runtime.turned.after")...)
+	add(agentd, "claim", claimReady, "resume.intent.after", "runtime.turn.after", "resume.thawed.after", "claim.told.after", "resume.record.after",
+		"command.keep.before", "resume.thawed.after+claim.told.after")
 	add(agentd, "hibernate", hibernate, append(of("hibernate."), "checkpoint.save.after", "artefact.stage.after", "artefact.manifest.after", "artefact.rename.after",
 		"runtime.killed.after", "runtime.forgotten.after", "command.keep.before", "command.keep.after")...)
 	add(agentd, "wake", wake, append(of("wake."), "restore.network.after", "restore.runtime.before", "restore.runtime.after", "restore.guest.after",

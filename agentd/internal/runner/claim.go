@@ -87,7 +87,7 @@ func (o *owner) tell(ctx context.Context) error {
 		err = o.explainSilence(ctx, o.openGuest().Configure(hello, Identity{Hostname: o.rec.Hostname, Hook: HookNow}))
 	}
 	if err == nil {
-		return nil
+		return o.n.fault("claim.told.after")
 	}
 	err = errs.Wrap(err, errs.SandboxFailed, "the guest of sandbox %s did not take its new identity: %v", o.uid, err).With("uid", o.uid).With("step", "claim")
 	o.closeGuest()

@@ -203,7 +203,7 @@ func TestAClaimThatFailsEndsTheSandbox(t *testing.T) {
 // TestCrashInAClaim stops agentd dead at each fault point of a claim: the next one gives the sandbox to the command that was about to get it, and its hook runs
 // once.
 func TestCrashInAClaim(t *testing.T) {
-	for _, point := range []string{"resume.intent.after", "resume.thawed.after", "resume.record.after"} {
+	for _, point := range []string{"resume.intent.after", "resume.thawed.after", "claim.told.after", "resume.record.after"} {
 		t.Run(point, func(t *testing.T) {
 			a, req := parked(t)
 			a.w.mu.Lock()

@@ -163,7 +163,7 @@ func (e *Engine) count(p poolState) census {
 		n := nodes[m.node]
 		switch {
 		case m.taken || m.phase == sandbox.Deleting:
-		case m.phase.Terminal(), m.ready && (m.yields || m.template != p.record.Spec.TemplateUID || n.Cordoned || len(n.Problems) > 0):
+		case m.phase.Terminal(), m.ready && (m.yields || m.template != p.record.Spec.TemplateUID || n.Cordoned || n.Short || len(n.Problems) > 0):
 			if n.Online { // what is away is deleted, or claimed, when it is back
 				c.doomed = append(c.doomed, m)
 			}

@@ -197,6 +197,9 @@ func (e *Engine) decideSpare(uid string, r placement.Request) (string, error) {
 	for i := range nodes {
 		a := &nodes[i].Allocatable
 		nodes[i].Placed = e.sum(nodes[i].Name)
+		if nodes[i].Short {
+			nodes[i].Problems = map[string]string{"little memory left": ""}
+		}
 		a.CPUMillis -= a.CPUMillis / spare
 		a.MemoryBytes -= a.MemoryBytes / spare
 		a.DiskBytes -= a.DiskBytes / spare

@@ -477,8 +477,9 @@ func TestPoolsLeaveRoomAndMakeRoom(t *testing.T) {
 
 func TestPoolDrains(t *testing.T) {
 	for name, c := range map[string]struct{ begin, end func(*placement.Node) }{
-		"a cordon": {func(n *placement.Node) { n.Cordoned = true }, func(n *placement.Node) { n.Cordoned = false }},
-		"pressure": {func(n *placement.Node) { n.Problems = map[string]string{"MemoryPressure": "little is left"} }, func(n *placement.Node) { n.Problems = nil }},
+		"a cordon":               {func(n *placement.Node) { n.Cordoned = true }, func(n *placement.Node) { n.Cordoned = false }},
+		"memory that gets short": {func(n *placement.Node) { n.Short = true }, func(n *placement.Node) { n.Short = false }},
+		"pressure":               {func(n *placement.Node) { n.Problems = map[string]string{"MemoryPressure": "little is left"} }, func(n *placement.Node) { n.Problems = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)

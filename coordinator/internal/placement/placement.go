@@ -42,10 +42,12 @@ func (r Resources) Sub(o Resources) Resources {
 
 // Node is what is known of a node at the moment of the decision.
 type Node struct {
-	Name         string
-	Online       bool
-	Cordoned     bool
-	Problems     map[string]string // by type; empty when healthy
+	Name     string
+	Online   bool
+	Cordoned bool
+	Problems map[string]string // by type; empty when healthy
+	// Short: its memory gets short. It takes what somebody waits for, and nothing that is kept for later.
+	Short        bool
 	Labels       map[string]string
 	Architecture string
 	// NoOutbound: it says that it has no outbound networks.

@@ -246,7 +246,7 @@ func (r *Registry) Nodes() []placement.Node {
 	for _, n := range r.nodes {
 		a := n.allocatable
 		all = append(all, placement.Node{Name: n.record.Name, Online: n.session != nil, Cordoned: n.record.Cordoned,
-			Problems: n.problems, Labels: n.record.Labels, Architecture: n.record.Architecture,
+			Problems: n.problems, Short: n.memory.GetPressure() >= dormousev1.MemoryPressure_MEMORY_PRESSURE_SOME, Labels: n.record.Labels, Architecture: n.record.Architecture,
 			NoOutbound:  len(n.record.Networks) > 0 && !slices.Contains(n.record.Networks, sandbox.NetworkOutbound),
 			Allocatable: placement.Resources{CPUMillis: a.CPUMillis, MemoryBytes: a.MemoryBytes, DiskBytes: a.DiskBytes, Sandboxes: a.Sandboxes}})
 	}
