@@ -53,7 +53,7 @@ type function func(ctx context.Context, b *bench) ([]Row, error)
 
 var functions = map[string]function{
 	"start": benchStart, "checkpoint": benchCheckpoint, "restore": benchRestore, "memory": benchMemory, "image": benchImage, "catalog": benchCatalog,
-	"exec": benchExec, "files": benchFiles, "lifecycle": benchLifecycle, "network": benchNetwork,
+	"exec": benchExec, "files": benchFiles, "lifecycle": benchLifecycle, "network": benchNetwork, "warm": benchWarm,
 }
 
 // Names of the benchmarks, in the order of the report.
