@@ -23,8 +23,9 @@ import (
 //	           catalog has: it is removed when two looks of one session found it so, at least OrphanGrace apart
 //	unproven   neither: it is left alone, counted and shown
 //
-// A look reads the inventory before the records, since a record is made before what it names. One that could not read
-// something ends there, and nothing more is removed: an inventory or a catalog that cannot be read is never an empty one. What is
+// A look reads the inventory before the records, since a record is made before what it names. One that could not read the inventory or the
+// catalog ends there, and nothing more is removed: what cannot be read is never empty. A journal that cannot be read proves nothing in that look,
+// which comes again; what has a tombstone goes all the same. What is
 // removed is removed by the node itself, which writes down its intent first; a crash between any two steps leaves the rest to the
 // next look.
 
@@ -42,6 +43,7 @@ type look struct {
 	removed, held, asked int
 	names                []string
 	suspects             map[catalog.Key]time.Time
+	unread               error // of the node's journal
 }
 
 func (l *look) leave(name string) {
@@ -54,6 +56,9 @@ func (l *look) leave(name string) {
 func (r *Registry) look(s *session) error {
 	l := look{suspects: make(map[catalog.Key]time.Time)}
 	err := r.inventory(s, func(inv *nodev1.GetInventoryResponse) error { return r.sift(s, inv, &l) })
+	if err == nil {
+		err = l.unread
+	}
 	if s.ctx.Err() != nil {
 		return context.Cause(s.ctx)
 	}
@@ -115,10 +120,7 @@ func (r *Registry) sift(s *session, inv *nodev1.GetInventoryResponse, l *look) e
 func (r *Registry) settle(s *session, key catalog.Key, v operations.Verdict, l *look) error {
 	deleted := v == operations.Deleted
 	if v == operations.Unproven {
-		var err error
-		if deleted, err = r.traced(s, key, l); err != nil {
-			return err
-		}
+		deleted = r.proven(s, key, l)
 	}
 	switch {
 	case v == operations.Owned:
@@ -141,6 +143,16 @@ func (r *Registry) settle(s *session, key catalog.Key, v operations.Verdict, l *
 		l.leave(key.UID)
 	}
 	return nil
+}
+
+// proven is traced, but what cannot be read proves nothing, and is not asked for again in this look: what has another proof goes on.
+func (r *Registry) proven(s *session, key catalog.Key, l *look) bool {
+	if l.unread != nil {
+		return false
+	}
+	deleted, err := r.traced(s, key, l)
+	l.unread = err
+	return deleted && err == nil
 }
 
 // traced tells whether the node's journal proves that something was deleted, and it was seen so for long enough.

@@ -1,6 +1,8 @@
 package sessions_test
 
 import (
+	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -71,6 +73,35 @@ func TestOrphansAreRemovedWithProofOnly(t *testing.T) {
 	if rec := w.record(records.SnapshotKey(tenant, owned)); rec.Phase != "Ready" {
 		t.Errorf("what has a record is %s", rec.Phase)
 	}
+}
+
+// A journal that cannot be read proves nothing, and keeps nothing else from being removed, whatever comes first.
+func TestUnreadableJournalProvesNothing(t *testing.T) {
+	w := newWorldWith(t, time.Millisecond)
+	first := w.begin()
+	buried := w.buried(w.sandbox())
+	w.leave(first)
+	traced := uid.New()
+	w.mu.Lock()
+	w.traces = map[string]*nodev1.JournalEntry{records.SnapshotKey(tenant, traced).String(): {Deleted: true, Point: w.head()}}
+	w.torn = errors.New("torn")
+	w.mu.Unlock()
+	w.holds(there(traced, uid.New(), buried), nil)
+	w.open()
+	w.eventually("the one with a tombstone is removed, and the journal missed", func() bool {
+		removed, _, unread := w.registry.Orphans()
+		return removed > 0 && unread == 1
+	})
+	if told := w.agents.forget(); slices.ContainsFunc(told, func(u string) bool { return u != buried }) {
+		t.Errorf("the node was told to delete %v", told)
+	}
+	w.mu.Lock()
+	w.torn = nil
+	w.mu.Unlock()
+	w.eventually("the other one follows", func() bool {
+		_, _, unread := w.registry.Orphans()
+		return w.agents.has(traced) && unread == 0
+	})
 }
 
 // A catalog that is suspended proves nothing: it lost something, and nobody knows what.

@@ -58,6 +58,7 @@ type world struct {
 	asked     atomic.Int64
 	second    *nodev1.GetInventoryResponse    // another page; nil is none
 	traces    map[string]*nodev1.JournalEntry // what the node's journal keeps, by key
+	torn      error                           // of reading it
 }
 
 func newWorld(t *testing.T) *world { return newWorldWith(t, time.Hour) }
@@ -133,7 +134,7 @@ func (w *world) ask(_ context.Context, _, after string) (*nodev1.GetInventoryRes
 func (w *world) trace(_ context.Context, _, key string) (*nodev1.JournalEntry, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.traces[key], nil
+	return w.traces[key], w.torn
 }
 
 // holds sets what the node says that it holds, and whether it can say so.
