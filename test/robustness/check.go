@@ -96,6 +96,7 @@ func (p *partition) explain(info porcupine.LinearizationInfo) string {
 		in := e.Input.(event)
 		fmt.Fprintf(&b, "  step %d on thing %d (%s): %s\n", in.kind, in.thing, in.phase, in.record)
 	}
+	b.WriteString(p.concerning(rest[:min(len(rest), 3)]))
 	set := p.initial()
 	for _, i := range longest {
 		if ok, next := p.advance(set, p.events[i].Input.(event)); ok {
@@ -107,6 +108,29 @@ func (p *partition) explain(info porcupine.LinearizationInfo) string {
 	for op, i := range p.index {
 		if s := states[0][i]; s&stateMask != none && s&stateMask != gone {
 			fmt.Fprintf(&b, "    thing %d, %s %q of operation %s: state %d flags %x\n", i, p.things[i].kind, p.things[i].name, op, s&stateMask, s&^stateMask)
+		}
+	}
+	return b.String()
+}
+
+// concerning lists the records of everything that the steps are about, as far as they change it, in the order of their calls.
+func (p *partition) concerning(steps []porcupine.Operation) string {
+	about := make(map[int]bool)
+	for _, s := range steps {
+		in := s.Input.(event)
+		about[in.thing], about[in.other] = true, true
+		for _, n := range in.refs {
+			about[n] = true
+		}
+	}
+	var b strings.Builder
+	b.WriteString("  what was done to the things of the first of them:\n")
+	said := make(map[*Record]bool)
+	for _, e := range slices.SortedFunc(slices.Values(p.events), func(a, b porcupine.Operation) int { return int(a.Call - b.Call) }) {
+		in := e.Input.(event)
+		if about[in.thing] && in.kind <= mayRemove && !said[in.record] {
+			said[in.record] = true
+			fmt.Fprintf(&b, "    thing %d: %s\n", in.thing, in.record)
 		}
 	}
 	return b.String()
