@@ -136,7 +136,7 @@ func (s sandboxService) ListSandboxes(ctx context.Context, req *dormousev1.ListS
 		filter: filterID("sandboxes", req.GetName(), req.GetNode(), string(phase), fmt.Sprintf("%q", sorted)),
 		keep: func(r catalog.Record) (bool, error) {
 			sb, err := records.SandboxOf(r)
-			return err == nil && !sb.Hidden() && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels), err
+			return err == nil && !sb.Hidden() && (req.GetNode() == "" || sb.Status.Node == req.GetNode()) && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels), err
 		}})
 	if err != nil {
 		return nil, err

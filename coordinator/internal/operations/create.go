@@ -1,6 +1,7 @@
 package operations
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"slices"
@@ -222,6 +223,7 @@ func (e *Engine) failSandbox(ctx context.Context, t *task, u string) error {
 		if sb.Status.Phase != sandbox.Failed || len(sb.Attachments) == 0 && sb.SourceSnapshot == "" && sb.Status.Node == "" {
 			return nil, errNothing
 		}
+		sb.LastNode = cmp.Or(sb.Status.Node, sb.LastNode)
 		sb.Attachments, sb.SourceSnapshot, sb.Status.Node = nil, "", ""
 		return nil, nil
 	})

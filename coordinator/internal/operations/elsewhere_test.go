@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
+	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
@@ -36,4 +37,18 @@ func TestWhatANodeRefusesGoesElsewhere(t *testing.T) {
 		t.Errorf("%v", env.Details)
 	}
 	w.agree(e)
+
+	// It is on no node, and still in the journal of the one where it was last: a catalog that comes back older is told by that.
+	page := must(w.store.List(context.Background(), catalog.Query{Tenant: tenant, Kind: catalog.KindSandbox, Phases: []string{string(sandbox.Failed)}, PageSize: 10}))(t)
+	if len(page.Records) != 1 || page.Records[0].Node == "" {
+		t.Fatalf("%+v", page.Records)
+	}
+	if failed := must(records.SandboxOf(page.Records[0]))(t); failed.Status.Node != "" || len(failed.Attachments) > 0 {
+		t.Errorf("%+v", failed)
+	}
+	for _, sb := range must(e.Placements(context.Background(), page.Records[0].Node))(t) {
+		if sb.Status.Phase == sandbox.Failed {
+			t.Errorf("%s is looked for on its node", sb.UID)
+		}
+	}
 }

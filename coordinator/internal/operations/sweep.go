@@ -171,12 +171,14 @@ func (e *Engine) removeBatch(ctx context.Context, batch []catalog.Record) error 
 	return err
 }
 
-// Placements lists what is recorded on a node.
+// Placements lists what is recorded on a node; not what is its journal's alone.
 func (e *Engine) Placements(ctx context.Context, node string) ([]*records.Sandbox, error) {
 	var all []*records.Sandbox
 	err := e.each(ctx, catalog.Query{Kind: catalog.KindSandbox, Node: node}, func(r catalog.Record) error {
 		sb, err := records.SandboxOf(r)
-		all = append(all, sb)
+		if err == nil && sb.Status.Node == node {
+			all = append(all, sb)
+		}
 		return err
 	})
 	return all, err

@@ -18,6 +18,7 @@
 package records
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -92,6 +93,9 @@ type Sandbox struct {
 	PoolTemplate string `json:"pool_template,omitempty"`
 	// ClaimedFrom is the pool that it was claimed from.
 	ClaimedFrom string `json:"claimed_from,omitempty"`
+	// LastNode is where it was when no node has it any more: that one's journal keeps the record, so that a catalog which came back
+	// older learns what became of it.
+	LastNode string `json:"last_node,omitempty"`
 	// Unnamed gives up the name's uniqueness, but not the name: set when it never ran.
 	Unnamed bool `json:"unnamed,omitempty"`
 
@@ -213,7 +217,7 @@ func (s *Sandbox) CatchUp() {
 
 // Put makes the write that replaces the revision the sandbox was read at, or creates it.
 func (s *Sandbox) Put() (catalog.Put, error) {
-	r := catalog.Record{Key: SandboxKey(s.Tenant, s.UID), Name: s.Name, Phase: string(s.Status.Phase), Node: s.Status.Node}
+	r := catalog.Record{Key: SandboxKey(s.Tenant, s.UID), Name: s.Name, Phase: string(s.Status.Phase), Node: cmp.Or(s.Status.Node, s.LastNode)}
 	if s.Unnamed {
 		r.Name = ""
 	}
