@@ -147,7 +147,7 @@ func coordinatorRows() []row {
 		}
 	}
 	// A pool fills after the call that made it.
-	for _, p := range []string{"node.restore.before", "node.restore.after", "commit.send.after#2", "commit.send.before#3", "operation.drive.after#2"} {
+	for _, p := range []string{"node.restore.before", "node.restore.after", "commit.send.after#2", "commit.send.before#3", "operation.drive.after"} {
 		all = append(all, row{name: "fill-pool", daemon: coordinator, do: fillPool, points: []string{p}, late: true})
 	}
 	for _, p := range []string{"catalog.suspend.before", "catalog.suspend.after", "repair.commit.before", "repair.commit.after", "repair.commit.after#2",

@@ -258,7 +258,17 @@ func (w *world) leave() {
 }
 
 func (w *world) deleteAll(ctx context.Context, keep map[string]bool) error {
-	sandboxes, err := client.Collect(w.api.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}))
+	pools, err := client.Collect(w.api.ListPools(ctx, &dormousev1.ListPoolsRequest{}))
+	for _, p := range pools {
+		err = errors.Join(err, gone(w.api.Pool(p.GetMeta().GetUid()).Delete(ctx, "")))
+	}
+	templates, listErr := client.Collect(w.api.ListTemplates(ctx, &dormousev1.ListTemplatesRequest{}))
+	err = errors.Join(err, listErr)
+	for _, t := range templates {
+		err = errors.Join(err, gone(w.api.Template(t.GetMeta().GetUid()).Delete(ctx, "")))
+	}
+	sandboxes, listErr := client.Collect(w.api.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{}))
+	err = errors.Join(err, listErr)
 	for _, s := range sandboxes {
 		if id := s.GetMeta().GetUid(); !keep[id] {
 			err = errors.Join(err, gone(w.api.Sandbox(id).Delete(ctx, "")))
