@@ -157,9 +157,7 @@ func (o *owner) resumeAs(ctx context.Context, rec nodestate.Sandbox) error {
 func (o *owner) measured(verb, step string, do func() error) error {
 	began := o.n.Now()
 	err := do()
-	if o.n.Measure != nil {
-		o.n.Measure(verb, step, o.n.Now().Sub(began), err)
-	}
+	o.n.measure(verb, step, o.n.Now().Sub(began), err)
 	return err
 }
 

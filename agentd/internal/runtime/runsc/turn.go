@@ -17,6 +17,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
+	"github.com/dormouse-run/dormouse/pkg/wait"
 )
 
 // A turn makes a sandbox stand still, or go on. It is what `runsc pause` and `runsc resume` do, without a process for it: those
@@ -220,7 +221,7 @@ func (d *Driver) lockState(ctx context.Context, id string) (stateLock, error) {
 	if err != nil {
 		return stateLock{}, errs.Wrap(err, errs.SandboxFailed, "the runtime keeps no lock for sandbox %s: %v", id, err).With("step", "lock")
 	}
-	for wait := time.Millisecond; ; wait = min(2*wait, lockWait) {
+	for pause := time.Millisecond; ; pause = min(2*pause, lockWait) {
 		err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
 		if err == nil {
 			return stateLock{fd}, nil
@@ -229,13 +230,9 @@ func (d *Driver) lockState(ctx context.Context, id string) (stateLock, error) {
 			_ = unix.Close(fd)
 			return stateLock{}, errs.Wrap(err, errs.InternalError, "take the runtime's lock for sandbox %s: %v", id, err)
 		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
+		if err := wait.For(ctx, pause); err != nil {
 			_ = unix.Close(fd)
-			return stateLock{}, ctx.Err()
+			return stateLock{}, err
 		}
 	}
 }
