@@ -8,6 +8,8 @@
 //   - Times are kept in a file, so that a restart of agentd makes no sandbox younger; what a crash loses is at most the last Interval. A
 //     sandbox of which nothing is known counts as used now.
 //   - A sandbox that was just started, restored or resumed was used then.
+//   - A sandbox that runs is unused only if its CPU was measured from one moment to another: one that was never measured, whose CPU cannot be read, or
+//     whose counter began anew is not taken for unused. What it does is asked for at that moment, and not remembered from the last round.
 package activity
 
 import (
@@ -17,6 +19,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -129,7 +132,8 @@ func (t *Tracker) Look(ctx context.Context) {
 	t.keep()
 }
 
-func (t *Tracker) look(ctx context.Context, seen Box) {
+// look notes a sandbox as it is, and tells whether it is known what CPU it used since it was looked at before.
+func (t *Tracker) look(ctx context.Context, seen Box) (measured bool) {
 	t.mu.Lock()
 	b := t.boxes[seen.UID]
 	if b == nil {
@@ -141,9 +145,13 @@ func (t *Tracker) look(ctx context.Context, seen Box) {
 	}
 	b.phase = seen.Phase
 	t.mu.Unlock()
-	if seen.Phase == sandbox.Running {
-		t.sample(ctx, seen.UID, b)
+	switch seen.Phase {
+	case sandbox.Running:
+		return t.sample(ctx, seen.UID, b)
+	case sandbox.Paused:
+		return true // none
 	}
+	return false
 }
 
 // add wants the lock. A zero time is now.
@@ -162,19 +170,24 @@ func (t *Tracker) used(b *box) {
 	b.last, b.news, t.dirty = t.opts.Now(), true, true
 }
 
-// sample takes a sandbox that used more than its share of CPU since it was last asked for used.
-func (t *Tracker) sample(ctx context.Context, uid string, b *box) {
+// sample takes a sandbox that used more than its share of CPU since it was last asked for used. It tells whether there was a last time.
+func (t *Tracker) sample(ctx context.Context, uid string, b *box) (measured bool) {
 	cpu, err := t.opts.CPU(ctx, uid)
 	if err != nil {
-		return // it is just going
+		return false // it is just going
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := t.opts.Now()
-	if spent, took := cpu-b.cpu, now.Sub(b.sampled); !b.sampled.IsZero() && spent*1000 > took*CPUShare {
-		t.used(b)
+	if !b.sampled.IsZero() {
+		spent, took := cpu-b.cpu, now.Sub(b.sampled)
+		measured = spent >= 0 // else it was stopped, and goes on with a new counter
+		if !measured || spent*1000 > took*CPUShare {
+			t.used(b)
+		}
 	}
 	b.cpu, b.sampled = cpu, now
+	return measured
 }
 
 // Use notes that a call into the sandbox begins; the function that it gives, that it ended.
@@ -195,17 +208,20 @@ func (t *Tracker) Use(uid string) (done func()) {
 	})
 }
 
-// Unused tells whether the sandbox was not used for so long, also as of now.
+// Unused tells whether the sandbox is known not to have been used for so long, also as of now.
 func (t *Tracker) Unused(ctx context.Context, uid string, long time.Duration) bool {
-	t.mu.Lock()
-	b := t.boxes[uid]
-	running := b != nil && b.phase == sandbox.Running
-	t.mu.Unlock()
-	if running {
-		t.sample(ctx, uid, b)
+	all, err := t.opts.Boxes()
+	if err != nil {
+		t.opts.Log.WarnContext(ctx, "look at whether a sandbox is used", "sandbox", uid, "error", err)
+		return false
+	}
+	at := slices.IndexFunc(all, func(b Box) bool { return b.UID == uid })
+	if at < 0 || !t.look(ctx, all[at]) {
+		return false
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	b := t.boxes[uid]
 	return b != nil && b.users == 0 && t.opts.Now().Sub(b.last) >= long
 }
 

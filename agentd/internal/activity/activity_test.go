@@ -79,6 +79,38 @@ func TestCPUIsUseAboveATrickle(t *testing.T) {
 	}
 }
 
+// TestUnmeasuredIsNotUnused: a sandbox that was last seen while it started, one of an agentd before, and one whose counter began anew are not taken for
+// unused before their CPU was measured.
+func TestUnmeasuredIsNotUnused(t *testing.T) {
+	w := newWorld(t)
+	w.boxes[0].Phase = sandbox.Starting
+	tr := w.open()
+	tr.Look(t.Context())
+	is := func(want bool) {
+		t.Helper()
+		w.pass(time.Second)
+		if got := tr.Unused(t.Context(), "box", time.Second); got != want {
+			t.Fatalf("unused: %t", got)
+		}
+	}
+	w.boxes[0].Phase, w.cpu = sandbox.Running, time.Second
+	is(false) // it was never measured
+	is(true)
+	w.cpu += time.Second
+	is(false)
+	is(true)
+	w.cpu = 0
+	is(false)
+	is(true)
+	w.boxes[0].Phase = sandbox.Paused
+	is(true)
+	tr = w.open()
+	is(true) // its times were kept
+	w.boxes[0].Phase = sandbox.Running
+	is(false) // it was just resumed, and no round has seen it
+	is(true)
+}
+
 func TestTimesOutliveARestart(t *testing.T) {
 	w := newWorld(t)
 	tr := w.open()
