@@ -1,20 +1,17 @@
 package main
 
 import (
-	"bytes"
 	"encoding/json"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/testing/protocmp"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/dormouse-run/dormouse/pkg/command"
@@ -157,162 +154,6 @@ func TestSnapshotsAreRemovedBySelection(t *testing.T) {
 	}
 }
 
-func TestCreateFlags(t *testing.T) {
-	f := serve(t)
-	f.volumes = []*dormousev1.Volume{{Meta: &dormousev1.ObjectMeta{Uid: uidAt(90), Name: "data"}}}
-	envFile := filepath.Join(t.TempDir(), "env")
-	if err := os.WriteFile(envFile, []byte("# comment\nA=from file\nB=2\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	t.Setenv("PASSED", "on")
-	t.Setenv("TOKEN", "hunter2")
-	op := uidAt(77)
-	r := dormouse(t, "create", "reg.example/a:1", "--name", "box", "-l", "team=x", "--cpu", "0.5", "--memory=512Mi", "--disk", "1Gi", "--cpu-request=100m",
-		"-v", "data:/data:ro", "-e", "A=1,2", "--env", "PASSED", "--env-file", envFile, "--secret-env", "TOKEN", "-u", "1000", "-w", "/work",
-		"--network", "none", "--node-selector", "zone=a", "--expose", "8080", "--expose", "3000", "--operation-id", op, "--", "sh", "-c", "echo --name")
-	if r.code != 0 {
-		t.Fatal(r.err)
-	}
-	want := &dormousev1.CreateSandboxRequest{
-		OperationId: op, Name: "box", Labels: map[string]string{"team": "x"}, SecretEnv: map[string]string{"TOKEN": "hunter2"},
-		Spec: &dormousev1.SandboxSpec{
-			Image: "reg.example/a:1", Command: []string{"sh", "-c", "echo --name"}, Env: map[string]string{"A": "1,2", "B": "2", "PASSED": "on"},
-			User: "1000", WorkingDir: "/work", Network: dormousev1.NetworkMode_NETWORK_MODE_NONE, NodeSelector: map[string]string{"zone": "a"},
-			ExposedPorts: []uint32{8080, 3000},
-			Resources:    &dormousev1.Resources{CpuLimitMillis: 500, CpuRequestMillis: 100, MemoryLimitBytes: 512 << 20, DiskLimitBytes: 1 << 30},
-			Volumes:      []*dormousev1.VolumeMount{{VolumeUid: uidAt(90), Path: "/data", ReadOnly: true}},
-		},
-	}
-	if d := cmp.Diff(want, asked[*dormousev1.CreateSandboxRequest](t, f), protocmp.Transform()); d != "" {
-		t.Errorf("asked (-want +got):\n%s", d)
-	}
-	if strings.Contains(r.out+r.err, "hunter2") {
-		t.Error("a secret was printed")
-	}
-}
-
-func TestCreateWithEgress(t *testing.T) {
-	f := serve(t)
-	file := filepath.Join(t.TempDir(), "egress.yaml")
-	if err := os.WriteFile(file, []byte("defaultAction: EGRESS_ACTION_DENY\nallow:\n- domains: [example.com]\n  ports: [{first: 443, last: 443}]\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	ok(t, uidAt(1)+"\n", "create", "a", "--network", "outbound", "--egress", file)
-	want := &dormousev1.EgressPolicy{DefaultAction: dormousev1.EgressAction_EGRESS_ACTION_DENY, Allow: []*dormousev1.EgressRule{
-		{Domains: []string{"example.com"}, Ports: []*dormousev1.PortRange{{First: 443, Last: 443}}}}}
-	if d := cmp.Diff(want, asked[*dormousev1.CreateSandboxRequest](t, f).GetSpec().GetEgress(), protocmp.Transform()); d != "" {
-		t.Errorf("asked (-want +got):\n%s", d)
-	}
-	if err := os.WriteFile(file, []byte("allowed: []"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if r := dormouse(t, "create", "a", "--egress", file); r.code != 2 || !strings.Contains(r.err, "allowed") {
-		t.Errorf("an unknown key: %d %s", r.code, r.err)
-	}
-}
-
-func TestCreateFromFile(t *testing.T) {
-	f := serve(t)
-	file := filepath.Join(t.TempDir(), "sandbox.yaml")
-	write := func(text string) {
-		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	write("name: box\nspec:\n  image: reg.example/a:1\n  resources: {memory_limit_bytes: 1048576000}\n  network: NETWORK_MODE_NONE\n")
-	ok(t, uidAt(1)+"\n", "create", "-f", file)
-	got := asked[*dormousev1.CreateSandboxRequest](t, f)
-	if got.GetName() != "box" || got.GetSpec().GetResources().GetMemoryLimitBytes() != 1048576000 || got.GetOperationId() == "" {
-		t.Errorf("asked %v", got)
-	}
-	write("name: box\nspec:\n  imagee: a\n")
-	r := dormouse(t, "create", "-f", file)
-	if r.code != 2 || !strings.Contains(r.err, "spec.imagee") || !strings.Contains(r.err, file) || !strings.Contains(r.err, "UNKNOWN_FIELD") {
-		t.Errorf("an unknown field: %+v", r)
-	}
-	write("name: a\nname: b\n")
-	if r := dormouse(t, "create", "-f", file); r.code != 2 {
-		t.Errorf("a key twice: %+v", r)
-	}
-	if r := dormouse(t, "create", "-f", file, "--name", "x"); r.code != 2 || !strings.Contains(r.err, "--name") {
-		t.Errorf("a file and a flag: %+v", r)
-	}
-	if r := dormouseIn(t, "{spec: {image: b}}", "create", "-f", "-"); r.code != 0 {
-		t.Errorf("standard input: %+v", r)
-	}
-}
-
-func TestRunAndExecPassTheCodeOn(t *testing.T) {
-	f := serve(t)
-	f.add("box", nil, nil)
-	for _, c := range []struct {
-		args     []string
-		code     int
-		out, err string
-	}{
-		{[]string{"exec", "box", "--", "echo", "-n", "hi"}, 0, "-n hi\n", ""},
-		{[]string{"exec", "box", "echo", "hi"}, 0, "hi\n", ""},
-		{[]string{"exec", "-e", "A=1", "-u", "root", "-w", "/", "box", "--", "exit", "42"}, 42, "", "bye\n"},
-		{[]string{"exec", "--timeout", "1s", "box", "--", "sleep", "9"}, 124, "", "dormouse: the command was ended after --timeout 1s\n"},
-		{[]string{"exec", "box", "--", "lost"}, 3, "first half, second half\n", ""},
-		{[]string{"logs", "box"}, 0, "first half, second half\n", ""},
-		{[]string{"logs", "-f", "box", uidAt(100)}, 0, "first half, second half\n", ""},
-	} {
-		r := dormouse(t, c.args...)
-		if r.code != c.code || r.out != c.out || r.err != c.err {
-			t.Errorf("%v: %+v", c.args, r)
-		}
-	}
-	if got := asked[*dormousev1.RunProcessRequest](t, f); got.GetSpec().GetStdin() || got.GetSandboxUid() != uidAt(1) {
-		t.Errorf("asked %v", got)
-	}
-	r := dormouseIn(t, "some input", "exec", "-i", "box", "--", "cat")
-	if r.code != 5 || r.out != "ready\nSOME INPUT" {
-		t.Errorf("input: %+v", r)
-	}
-	f.fail["RunProcess"] = errs.New(errs.CommandNotFound, "there is no nope in the image")
-	if r := dormouse(t, "exec", "box", "--", "nope"); r.code != 127 || !strings.Contains(r.err, "there is no nope") {
-		t.Errorf("not found: %+v", r)
-	}
-	f.fail["RunProcess"] = errs.New(errs.CommandNotRunnable, "not executable")
-	if r := dormouse(t, "exec", "box", "--", "/etc/passwd"); r.code != 126 {
-		t.Errorf("not runnable: %+v", r)
-	}
-	delete(f.fail, "RunProcess")
-	if r := dormouse(t, "exec", "-d", "box", "--", "sleep"); r.code != 0 || len(r.out) != 37 {
-		t.Errorf("detached: %+v", r)
-	}
-	if r := dormouse(t, "kill", "-s", "KILL", "--tree", "box"); r.code != 0 {
-		t.Errorf("kill: %+v", r)
-	}
-	if got := asked[*dormousev1.SignalProcessRequest](t, f); got.GetSignal() != 9 || !got.GetTree() || got.GetProcessId() != uidAt(100) {
-		t.Errorf("kill asked %v", got)
-	}
-}
-
-func TestRun(t *testing.T) {
-	f := serve(t)
-	r := dormouse(t, "run", "--rm", "reg.example/a:1", "--", "exit", "5")
-	if r.code != 5 || r.out != "" || r.err != "bye\n" || len(f.sandboxes) != 0 {
-		t.Errorf("--rm: %+v, %d left", r, len(f.sandboxes))
-	}
-	if got := asked[*dormousev1.CreateSandboxRequest](t, f); len(got.GetSpec().GetCommand()) != 0 || got.GetSpec().GetRunImageCommand() {
-		t.Errorf("asked %v", got)
-	}
-	r = dormouse(t, "run", "reg.example/a:1", "--", "echo", "hi")
-	if r.code != 0 || r.out != "hi\n" || r.err != "sandbox "+uidAt(2)+"\n" || len(f.sandboxes) != 1 {
-		t.Errorf("kept: %+v", r)
-	}
-	r = dormouse(t, "run", "--rm", "reg.example/a:1")
-	if r.code != 3 || r.out != "first half, second half\n" || !asked[*dormousev1.CreateSandboxRequest](t, f).GetSpec().GetRunImageCommand() {
-		t.Errorf("the image's command: %+v", r)
-	}
-	f.fail["RunProcess"] = errs.New(errs.CommandNotFound, "no such")
-	if r := dormouse(t, "run", "--rm", "reg.example/a:1", "--", "nope"); r.code != 127 || len(f.sandboxes) != 1 {
-		t.Errorf("--rm after a failure: %+v, %d left", r, len(f.sandboxes))
-	}
-}
-
 func TestExitCodesByClass(t *testing.T) {
 	f := serve(t)
 	f.add("box", nil, nil)
@@ -438,45 +279,6 @@ func TestFailedSandboxIsAnError(t *testing.T) {
 	}
 }
 
-func TestPullPlainLines(t *testing.T) {
-	serve(t)
-	if r := dormouse(t, "image", "pull", "reg.example/a:1"); r.code != 0 || r.err != "n1: resolving\nn1: pulling\nn1: done\n" {
-		t.Errorf("got %+v", r)
-	}
-}
-
-// The interrupt goes to the process inside, whose exit code is passed on.
-func TestInterruptIsForwarded(t *testing.T) {
-	f := serve(t)
-	f.add("box", nil, nil)
-	if r := dormouse(t, "exec", "box", "--", "interrupted"); r.code != 130 {
-		t.Errorf("got %+v", r)
-	}
-	if got := asked[*dormousev1.SignalProcessRequest](t, f); got.GetSignal() != 2 || !got.GetTree() {
-		t.Errorf("asked %v", got)
-	}
-}
-
-// brokenPipeWriter is a standard output whose reader went away.
-type brokenPipeWriter struct{}
-
-func (brokenPipeWriter) Write([]byte) (int, error) {
-	return 0, &os.PathError{Op: "write", Path: "/dev/stdout", Err: syscall.EPIPE}
-}
-
-func TestReaderThatWentAwayEndsTheProcess(t *testing.T) {
-	f := serve(t)
-	f.add("box", nil, nil)
-	var errOut bytes.Buffer
-	app := newApp(streams{in: strings.NewReader(""), out: brokenPipeWriter{}, err: &errOut})
-	if code := command.Run(t.Context(), app, []string{"dormouse", "exec", "box", "--", "echo", "y"}); code != 141 || errOut.Len() != 0 {
-		t.Errorf("exit code %d, %s", code, errOut.String())
-	}
-	if got := asked[*dormousev1.SignalProcessRequest](t, f); got.GetSignal() != 13 || !got.GetTree() {
-		t.Errorf("asked %v", got)
-	}
-}
-
 func TestWaitSaysWhatItSaw(t *testing.T) {
 	f := serve(t)
 	f.add("box", nil, nil)
@@ -489,18 +291,5 @@ func TestWaitSaysWhatItSaw(t *testing.T) {
 	}
 	if r.code != 124 || !strings.Contains(r.err, "is still running") {
 		t.Errorf("got %+v", r)
-	}
-}
-
-func TestPullOnATerminal(t *testing.T) {
-	var out bytes.Buffer
-	p := &pullProgress{w: &out, live: true, last: make(map[string]string)}
-	for _, u := range []*dormousev1.PullProgress{{Node: "n1", Step: "pulling", BytesDone: 1 << 20, BytesTotal: 4 << 20}, {Node: "n2", Step: "converting", BytesDone: 2 << 20}, {Node: "n1", Step: "done"}} {
-		p.update(u)
-	}
-	p.end()
-	want := "\r\x1b[Kn1: pulling 25% of 4Mi\r\x1b[Kn1: pulling 25% of 4Mi  n2: converting 2Mi\r\x1b[Kn1: done  n2: converting 2Mi\n"
-	if d := cmp.Diff(want, out.String()); d != "" {
-		t.Errorf("(-want +got):\n%s", d)
 	}
 }
