@@ -38,7 +38,7 @@ func (a doorway) Enter(ctx context.Context, uid string, request, expect int64) e
 // openRoom makes the room, and puts into it what is on the node.
 func (a *App) openRoom() error {
 	a.room = room.New(room.Options{Source: figures{a.groups}, Limit: int64(a.cfg.Limits.Memory), Reserve: int64(a.cfg.Reserve.Memory), Sandboxes: a.sandboxes,
-		Wait: a.cfg.Limits.MemoryWait, Low: a.giveBack, Log: a.log})
+		Wait: a.cfg.Limits.MemoryWait, Low: a.giveBack, Requested: a.guarantee(), Log: a.log})
 	all, err := a.state.Sandboxes()
 	if err != nil {
 		return err
@@ -67,6 +67,18 @@ func holdsMemory(rec nodestate.Sandbox) bool {
 func (a *App) giveBack(ctx context.Context) {
 	files, err := a.snapshots.DropCache(ctx)
 	a.log.InfoContext(ctx, "memory is short: the page cache of artefacts was given back", "files", files, "error", err)
+}
+
+// guarantee gives a function that protects the sandboxes' groups together, each of which has its request. It tells once of what it cannot do.
+func (a *App) guarantee() func(bytes int64) {
+	told := false
+	return func(bytes int64) {
+		err := a.groups.Guarantee(bytes)
+		if err != nil && !told {
+			a.log.Warn("the memory that sandboxes requested is not protected", "bytes", bytes, "error", err)
+		}
+		told = err != nil
+	}
 }
 
 // protect puts this process into a control group of its own, and gives what takes it out again. Without it agentd does all the same.

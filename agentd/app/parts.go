@@ -178,7 +178,7 @@ type specBuilder struct{}
 func (specBuilder) New(in runner.SpecInput) (*specs.Spec, error) {
 	s := ocispec.Sandbox{
 		Hostname: in.Hostname, Rootfs: in.Image, Init: in.Init, NetNS: in.NetNS,
-		MemoryBytes: in.MemoryBytes, LayerBytes: in.LayerBytes, CPUMillis: in.CPUMillis, CPURequest: in.CPURequestMillis,
+		MemoryBytes: in.MemoryBytes, MemoryRequest: in.MemoryRequestBytes, LayerBytes: in.LayerBytes, CPUMillis: in.CPUMillis, CPURequest: in.CPURequestMillis,
 	}
 	for _, v := range in.Volumes {
 		s.Volumes = append(s.Volumes, ocispec.Volume{Source: v.Source, Path: v.Path, ReadOnly: v.ReadOnly})

@@ -14,11 +14,12 @@ import (
 )
 
 // The guest sees the memory that its control group has: the user's limit, the private layer's and the
-// runtime's share, and not the machine's. So it is after a restore, too.
+// runtime's share, and not the machine's. What it requested is protected. So it is after a restore, too.
 func TestB25MemoryShows(t *testing.T) {
 	w := enter(t)
 	spec := w.spec()
 	spec.Resources.MemoryLimitBytes, spec.Resources.DiskLimitBytes = 96*mib, 32*mib
+	spec.Resources.MemoryRequestBytes = 48 * mib
 	s := w.create(spec)
 	shows := func(s *client.Sandbox) {
 		t.Helper()
@@ -28,6 +29,9 @@ func TestB25MemoryShows(t *testing.T) {
 		w.ok(err)
 		if kb<<10 != limit || limit < 128*mib || limit > 256*mib {
 			t.Errorf("MemTotal is %d, the group's limit %d; 96 MiB and 32 MiB were asked for", kb<<10, limit)
+		}
+		if low := w.limitOf(s, "memory", "memory.soft_limit_in_bytes", "memory.low"); low != strconv.Itoa(48*mib) {
+			t.Errorf("%s bytes are protected; 48 MiB were requested", low)
 		}
 	}
 	shows(s)

@@ -28,6 +28,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -168,6 +169,35 @@ func (m *Manager) List() ([]string, error) {
 	}
 	slices.Sort(ids)
 	return ids, nil
+}
+
+// Guarantee gives the groups together the bytes, the sum of what each has reserved: v2 protects no group beyond what those above it have. What is
+// above the parent has at least the sum of all in it, so that several nodes of one machine take nothing from each other. On v1, which knows no such
+// bound, and before the first group was made it does nothing. Idempotent.
+func (m *Manager) Guarantee(bytes int64) error {
+	if !m.V2Only() {
+		return nil
+	}
+	dir := filepath.Join(m.unified, m.parent)
+	for want := uint64(max(bytes, 0)); dir != filepath.Clean(m.unified); dir = filepath.Dir(dir) {
+		has, err := os.ReadFile(filepath.Join(dir, low))
+		own := dir == filepath.Join(m.unified, m.parent)
+		if errors.Is(err, fs.ErrNotExist) || !own && (strings.TrimSpace(string(has)) == "max" || number(dir, low) >= want) {
+			return nil // not made yet, or it has enough
+		}
+		if err := write(dir, low, strconv.FormatUint(want, 10)); err != nil {
+			return err
+		}
+		beside, err := filepath.Glob(filepath.Join(filepath.Dir(dir), "*", low))
+		if err != nil {
+			return errs.Wrap(err, errs.InternalError, "list the control groups beside %s: %v", dir, err)
+		}
+		want = 0
+		for _, file := range beside {
+			want += number(filepath.Dir(file), low)
+		}
+	}
+	return nil
 }
 
 // RemoveParent removes the parent itself once no group is left in it, and what of the path above it is

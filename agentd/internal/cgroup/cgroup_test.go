@@ -25,7 +25,7 @@ func must(t *testing.T, err error) {
 func ptr[T any](v T) *T { return &v }
 
 var limits = &specs.LinuxResources{
-	Memory: &specs.LinuxMemory{Limit: ptr(int64(64 << 20))},
+	Memory: &specs.LinuxMemory{Limit: ptr(int64(64 << 20)), Reservation: ptr(int64(16 << 20))},
 	CPU:    &specs.LinuxCPU{Quota: ptr(int64(50_000)), Period: ptr(uint64(100_000)), Shares: ptr(uint64(512))},
 	Pids:   &specs.LinuxPids{Limit: ptr(int64(100))},
 }
@@ -49,6 +49,10 @@ func TestLifecycle(t *testing.T) {
 		must(t, g.Create(limits))
 	}
 	must(t, m.Group("two").Create(nil))
+	must(t, m.Guarantee(16<<20))
+	if dir, v1 := g.v1dir("memory"); v1 && number(dir, softLimit) != 16<<20 {
+		t.Fatalf("the soft limit is %d", number(dir, softLimit))
+	}
 	ids, err := m.List()
 	must(t, err)
 	if !slices.Equal(ids, []string{"one", "two"}) {
@@ -123,12 +127,13 @@ func TestV2Files(t *testing.T) {
 		put(dir, "cgroup.controllers", "cpu io memory pids\n")
 		put(dir, "cgroup.subtree_control", "")
 	}
-	for _, file := range []string{"memory.max", "memory.swap.max", "memory.oom.group", "cpu.max", "cpu.weight", "pids.max"} {
+	must(t, m.Guarantee(1)) // nothing is there yet
+	for _, file := range []string{low, "memory.max", "memory.swap.max", "memory.oom.group", "cpu.max", "cpu.weight", "pids.max"} {
 		put("dormouse/node/one", file, "")
 	}
 	must(t, g.Create(limits))
 	for file, want := range map[string]string{
-		"memory.max": "67108864", "memory.swap.max": "0", "memory.oom.group": "1", "cpu.max": "50000 100000",
+		low: "16777216", "memory.max": "67108864", "memory.swap.max": "0", "memory.oom.group": "1", "cpu.max": "50000 100000",
 		"cpu.weight": "50", "pids.max": "100", "../cgroup.subtree_control": "+cpu +memory +pids",
 	} {
 		got, err := os.ReadFile(filepath.Join(root, "dormouse/node/one", file))
@@ -137,6 +142,28 @@ func TestV2Files(t *testing.T) {
 			t.Errorf("%s is %q, want %q", file, got, want)
 		}
 	}
+	for _, dir := range []string{"dormouse", "dormouse/node"} {
+		put(dir, low, "0\n")
+	}
+	put("dormouse/other", low, "1000\n")
+	is := func(dir, want string) {
+		t.Helper()
+		got, err := os.ReadFile(filepath.Join(root, dir, low))
+		must(t, err)
+		if strings.TrimSpace(string(got)) != want {
+			t.Errorf("%s has %q, want %q", dir, got, want)
+		}
+	}
+	must(t, m.Guarantee(500))
+	is("dormouse/node", "500")
+	is("dormouse", "1500")
+	put("dormouse/node", low, "") // a file of the kernel's is written whole
+	must(t, m.Guarantee(20))
+	is("dormouse/node", "20")
+	is("dormouse", "1500") // what others may need is not taken away
+	put("dormouse", low, "max\n")
+	must(t, m.Guarantee(20))
+	is("dormouse", "max")
 	put("dormouse/node/one", "cpu.stat", "usage_usec 1500\nuser_usec 1\n")
 	put("dormouse/node/one", "memory.current", "4096\n")
 	put("dormouse/node/one", "memory.events", "low 0\noom 3\noom_kill 2\n")

@@ -15,6 +15,12 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
+// The files of what is left to a group when memory is short, in v2 and v1.
+const (
+	low       = "memory.low"
+	softLimit = "memory.soft_limit_in_bytes"
+)
+
 // wanted are the v2 controllers that limits need.
 var wanted = []string{"cpu", "memory", "pids"}
 
@@ -41,6 +47,11 @@ func (g *Group) enableV2() error {
 
 func (g *Group) limitV2(res *specs.LinuxResources) error {
 	dir, _ := g.unifiedDir()
+	if m := res.Memory; m != nil && m.Reservation != nil {
+		if err := write(dir, low, strconv.FormatInt(*m.Reservation, 10)); err != nil {
+			return err
+		}
+	}
 	if m := res.Memory; m != nil && m.Limit != nil {
 		if err := write(dir, "memory.max", limitText(*m.Limit)); err != nil {
 			return err
@@ -72,12 +83,8 @@ func (g *Group) limitV2(res *specs.LinuxResources) error {
 }
 
 func (g *Group) limitV1(res *specs.LinuxResources) error {
-	if m := res.Memory; m != nil && m.Limit != nil {
-		dir, ok := g.v1dir("memory")
-		if !ok {
-			return lacking("memory")
-		}
-		if err := g.memoryV1(dir, *m.Limit); err != nil {
+	if m := res.Memory; m != nil {
+		if err := g.memoryV1(m); err != nil {
 			return err
 		}
 	}
@@ -110,10 +117,22 @@ func (g *Group) limitV1(res *specs.LinuxResources) error {
 	return nil
 }
 
-// memoryV1 sets the memory limit and the same limit for memory and swap together, in the order that
-// the kernel accepts: it refuses a memory limit above that of both.
-func (g *Group) memoryV1(dir string, limit int64) error {
-	value := strconv.FormatInt(limit, 10)
+// memoryV1 sets the soft limit, which is where the kernel goes last when memory is short, the memory limit and the same limit for memory and swap together, in
+// the order that the kernel accepts: it refuses a memory limit above that of both.
+func (g *Group) memoryV1(m *specs.LinuxMemory) error {
+	dir, ok := g.v1dir("memory")
+	if !ok {
+		return lacking("memory")
+	}
+	if m.Reservation != nil {
+		if err := write(dir, softLimit, strconv.FormatInt(*m.Reservation, 10)); err != nil {
+			return err
+		}
+	}
+	if m.Limit == nil {
+		return nil
+	}
+	value := strconv.FormatInt(*m.Limit, 10)
 	first := write(dir, "memory.limit_in_bytes", value)
 	if err := writeIfThere(dir, "memory.memsw.limit_in_bytes", value); err != nil {
 		return err

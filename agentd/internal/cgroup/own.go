@@ -28,10 +28,10 @@ func (m *Manager) Protect(path string, bytes int64) (*Own, error) {
 	if !strings.HasPrefix(path, "/") || filepath.Clean(path) != path || path == "/" {
 		return nil, errs.New(errs.InvalidField, "the group of the agent must be an absolute clean path, not %q", path)
 	}
-	mount, file, key := m.unified, "memory.low", ""
+	mount, file, key := m.unified, low, ""
 	for _, h := range m.v1 {
 		if slices.Contains(h.controllers, "memory") {
-			mount, file, key = h.mount, "memory.soft_limit_in_bytes", "memory"
+			mount, file, key = h.mount, softLimit, "memory"
 		}
 	}
 	if key == "" && !m.V2Only() {

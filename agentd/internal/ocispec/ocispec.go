@@ -86,11 +86,12 @@ type Sandbox struct {
 	// between a sandbox and its forks.
 	InitArgs []string
 
-	MemoryBytes int64 // the user's limit, 0 for none
-	LayerBytes  int64 // size of the writable layer, at least MinLayer
-	CPUMillis   int64 // limit in thousandths of a core, 0 for none
-	CPURequest  int64 // share when cores are short, in thousandths; 0 for the usual
-	HostThreads int64 // limit of the host's threads, 0 for none
+	MemoryBytes   int64 // the user's limit, 0 for none
+	MemoryRequest int64 // what is left to it when memory is short, 0 for nothing
+	LayerBytes    int64 // size of the writable layer, at least MinLayer
+	CPUMillis     int64 // limit in thousandths of a core, 0 for none
+	CPURequest    int64 // share when cores are short, in thousandths; 0 for the usual
+	HostThreads   int64 // limit of the host's threads, 0 for none
 
 	Volumes []Volume
 	// NetNS is the path of the network namespace to enter.
@@ -175,9 +176,15 @@ func mounts(s Sandbox) []specs.Mount {
 
 func resources(s Sandbox) *specs.LinuxResources {
 	r := &specs.LinuxResources{}
+	if s.MemoryBytes > 0 || s.MemoryRequest > 0 {
+		r.Memory = &specs.LinuxMemory{}
+	}
 	if s.MemoryBytes > 0 {
 		limit := s.MemoryBytes + s.LayerBytes + SentryMemory
-		r.Memory = &specs.LinuxMemory{Limit: &limit}
+		r.Memory.Limit = &limit
+	}
+	if s.MemoryRequest > 0 {
+		r.Memory.Reservation = &s.MemoryRequest
 	}
 	if s.CPUMillis > 0 || s.CPURequest > 0 {
 		r.CPU = &specs.LinuxCPU{}

@@ -13,7 +13,7 @@ import (
 func describe() Sandbox {
 	return Sandbox{
 		Hostname: "box", Rootfs: "/images/a.erofs", Init: "/bundle/guestinit.erofs", InitArgs: []string{"serve"}, NetNS: "/proc/1/fd/7",
-		MemoryBytes: 256 << 20, LayerBytes: 32 << 20, CPUMillis: 1500, CPURequest: 500, HostThreads: 300,
+		MemoryBytes: 256 << 20, MemoryRequest: 16 << 20, LayerBytes: 32 << 20, CPUMillis: 1500, CPURequest: 500, HostThreads: 300,
 		Volumes: []Volume{{Source: "/v/2", Path: "/data/inner", ReadOnly: true}, {Source: "/v/1", Path: "/data"}},
 	}
 }
@@ -35,6 +35,9 @@ func TestNew(t *testing.T) {
 	r := spec.Linux.Resources
 	if got, want := *r.Memory.Limit, int64(256<<20+32<<20+SentryMemory); got != want {
 		t.Errorf("memory limit %d, want %d", got, want)
+	}
+	if got := *r.Memory.Reservation; got != 16<<20 {
+		t.Errorf("memory reserved %d", got)
 	}
 	if *r.CPU.Quota != 150_000 || *r.CPU.Period != 100_000 || *r.CPU.Shares != 512 || *r.Pids.Limit != 300 {
 		t.Errorf("resources %+v", r)

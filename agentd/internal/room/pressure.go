@@ -72,6 +72,9 @@ func (r *Room) Run(ctx context.Context) {
 	var low time.Time
 	for {
 		r.refreshAsked()
+		if r.o.Requested != nil {
+			r.o.Requested(r.requested())
+		}
 		if level, _ := r.Pressure(); level > None && r.o.Low != nil && r.o.Now().Sub(low) >= lowEvery {
 			r.o.Low(ctx)
 			low = r.o.Now()
@@ -82,6 +85,13 @@ func (r *Room) Run(ctx context.Context) {
 			return
 		}
 	}
+}
+
+func (r *Room) requested() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	requests, _ := r.sums()
+	return requests
 }
 
 // refresh reads the machine's figures. Those of a thousand sandboxes take a while: who would be refused waits for them, all others have

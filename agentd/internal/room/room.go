@@ -48,8 +48,10 @@ type Options struct {
 	Wait time.Duration
 	// Low gives back what can be had again; called while memory is short, every few seconds. May be nil.
 	Low func(ctx context.Context)
-	Log *slog.Logger
-	Now func() time.Time
+	// Requested is told by Run the sum of all requests, every second. May be nil.
+	Requested func(bytes int64)
+	Log       *slog.Logger
+	Now       func() time.Time
 }
 
 const (

@@ -133,7 +133,7 @@ func (o *owner) makeSpec(_ context.Context, b *build) error {
 	r := o.rec.Spec.Resources.WithDefaults()
 	in := SpecInput{
 		Hostname: o.rec.Hostname, Image: b.image.Path, Init: b.bundle.Init, NetNS: o.lease.Path(), Volumes: b.binds,
-		MemoryBytes: r.MemoryLimitBytes, LayerBytes: r.DiskLimitBytes, CPUMillis: r.CPULimitMillis, CPURequestMillis: r.CPURequestMillis,
+		MemoryBytes: r.MemoryLimitBytes, MemoryRequestBytes: r.MemoryRequestBytes, LayerBytes: r.DiskLimitBytes, CPUMillis: r.CPULimitMillis, CPURequestMillis: r.CPURequestMillis,
 	}
 	var err error
 	if b.from == nil {

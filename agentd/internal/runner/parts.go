@@ -121,7 +121,7 @@ type SpecInput struct {
 	NetNS    string
 	Volumes  []Bind
 
-	MemoryBytes, LayerBytes, CPUMillis, CPURequestMillis int64
+	MemoryBytes, MemoryRequestBytes, LayerBytes, CPUMillis, CPURequestMillis int64
 }
 
 // Bind is a folder of the host at a path inside.
