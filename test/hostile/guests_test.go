@@ -112,15 +112,16 @@ func (w *world) checkpoint(name string, s *client.Sandbox) {
 		w.Logf("checkpoint of %s: %v", name, err)
 		return
 	}
-	copied, err := snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{Name: fmt.Sprintf("copy-of-%s", name)})
+	// What there is has to go, however long that takes; a restore that hangs ends with the guest's time to say hello.
+	copied, err := snap.Restore(w.ctx, &dormousev1.RestoreSandboxRequest{Name: fmt.Sprintf("copy-of-%s", name)})
 	w.Logf("restore of %s: %v", name, err)
 	if err == nil {
-		err = copied.Delete(ctx, "")
+		err = copied.Delete(w.ctx, "")
 	}
 	if errs.Has(err, errs.ArtefactDamaged) {
 		w.Errorf("the snapshot of %s was published and cannot be read: %v", name, err)
 	}
-	if err := snap.Delete(ctx, ""); err != nil {
+	if err := snap.Delete(w.ctx, ""); err != nil {
 		w.Errorf("delete the snapshot of %s: %v", name, err)
 	}
 }

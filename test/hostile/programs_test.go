@@ -28,15 +28,15 @@ func TestHostilePrograms(t *testing.T) {
 		"floods":    "yes flood >&2 & yes flood",
 		"clock":     "date -s 2001-01-01; hwclock -w; adjtimex -t 9000; while :; do date; done",
 		"deep":      "i=0; while [ $i -lt 300 ]; do mkdir d && cd d || break; i=$((i+1)); done; cd /; i=0; while [ $i -lt 3000 ]; do : > /tmp/f$i; i=$((i+1)); done; sleep 1000",
-		// It begins once its start was answered: the answer of a sandbox that ended is another test.
-		"kills":   "sleep 1; while :; do kill -9 1; kill -9 -1; kill -STOP 1; done",
-		"channel": "for n in 0 1 2; do cat /dev/zero > /proc/1/fd/$n & cat /proc/1/fd/$n & done; wait",
+		"channel":   "for n in 0 1 2; do cat /dev/zero > /proc/1/fd/$n & cat /proc/1/fd/$n & done; wait",
 	}
 	boxes := make(map[string]*client.Sandbox)
 	for name, line := range lines {
 		boxes[name] = w.create(name, limited)
 		w.begin(boxes[name], line)
 	}
+	boxes["kills"] = w.create("kills", limited)
+	w.beginOnceAnswered(boxes["kills"], "while :; do kill -9 1; kill -9 -1; kill -STOP 1; done")
 	for range 3 {
 		w.neighbour()
 	}
@@ -89,7 +89,7 @@ func TestB26OutOfMemory(t *testing.T) {
 	greedy := w.create("greedy", func(spec *dormousev1.SandboxSpec) {
 		spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 64 * mib, DiskLimitBytes: 8 * mib}
 	})
-	w.begin(greedy, "dd if=/dev/zero of=/dev/null bs=500M count=1")
+	w.beginOnceAnswered(greedy, "dd if=/dev/zero of=/dev/null bs=500M count=1")
 	if reason := ended(greedy); reason != "OOMKilled" {
 		t.Errorf("out of memory is called %s", reason)
 	}

@@ -95,6 +95,18 @@ func (w *world) begin(s *client.Sandbox, line string) *client.Process {
 	return p
 }
 
+// beginOnceAnswered is begin for what may be the end of its sandbox: it begins once its start was answered. Whether the word that lets it
+// begin is answered too does not matter.
+func (w *world) beginOnceAnswered(s *client.Sandbox, line string) {
+	w.Helper()
+	p := w.begin(s, "read word; "+line)
+	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	defer cancel()
+	if err := p.Write(ctx, []byte("go\n"), false); err != nil {
+		w.Logf("%s: %v", line, err)
+	}
+}
+
 // neighbour asks the honest sandbox, and checkpoints it.
 func (w *world) neighbour() {
 	w.Helper()

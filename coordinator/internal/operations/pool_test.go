@@ -114,6 +114,7 @@ func TestMembersAreNobodysToUse(t *testing.T) {
 
 func TestPoolsLeaveRoomAndMakeRoom(t *testing.T) {
 	w := newWorld(t)
+	w.patience = time.Minute
 	w.nodes.change(func(n *placement.Node) {
 		n.Allocatable = placement.Resources{CPUMillis: 1000, MemoryBytes: 1 << 40, DiskBytes: 1 << 40} // ten sandboxes, nine of them a pool's
 	})

@@ -1,6 +1,7 @@
 package operations_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,6 +38,8 @@ type world struct {
 	nodes *fakeNodes
 
 	gate *gate // in front of the node's deletions of snapshots; nil is none
+
+	patience time.Duration // how long a placement waits; 0 is hardly at all
 
 	mu     sync.Mutex
 	now    func() time.Time
@@ -94,7 +97,7 @@ func (w *world) lead() *term {
 	queue := publish.New(publish.Options{Store: w.store})
 	queue.Start()
 	e, err := operations.Start(ctx, operations.Config{Catalog: w.store, Queue: crashingQueue{queue, w}, Agents: gatedAgents{crashingAgents{w.node, w}, w.gate}, Nodes: w.nodes,
-		Epoch: lease.Epoch, DeletionsPerNode: storm.width, MaxPending: storm.maxPending, PlacementWait: 20 * time.Millisecond, RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond, Now: w.now})
+		Epoch: lease.Epoch, DeletionsPerNode: storm.width, MaxPending: storm.maxPending, PlacementWait: cmp.Or(w.patience, 20*time.Millisecond), RetryMin: time.Millisecond, RetryMax: 5 * time.Millisecond, Now: w.now})
 	if err != nil {
 		w.t.Fatal(err)
 	}

@@ -37,7 +37,6 @@ func Run(t *testing.T, open Factory) {
 		{"C25_OtherBodyIsRefused", testBodyMismatch},
 		{"C26_ReferencedIsNotDeleted", testReferenced},
 		{"C27_StaleUID", testStaleUID},
-		{"C28_Tombstones", testTombstones},
 		{"Names", testNames},
 		{"Attachments", testAttachments},
 		{"Sealed", testSealed},
@@ -62,12 +61,10 @@ func Run(t *testing.T, open Factory) {
 			if c.name == "ChangesTrimmed" {
 				r.Changes = 10
 			}
-			if c.name == "C28_Tombstones" {
-				r.Tombstones = 1500 * time.Millisecond
-			}
 			c.test(t, NewFixture(t, open(t, r)))
 		})
 	}
+	t.Run("C28_Tombstones", func(t *testing.T) { testTombstones(t, open) })
 	t.Run("FutureOperation", func(t *testing.T) {
 		testFutureOperation(t, NewFixture(t, open(t, catalog.Retention{Receipts: 100 * time.Millisecond})))
 	})
