@@ -166,7 +166,7 @@ func (l *links) furnish(h *netlink.Handle, name string, addr netip.Addr) error {
 
 // settleTime bounds how long the kernel may take to let a new device send: it does so in its own time, and drops what
 // is sent before.
-const settleTime = 5 * time.Second
+const settleTime = 30 * time.Second
 
 func settled(h *netlink.Handle, name string) error {
 	tick := time.NewTicker(time.Millisecond)
