@@ -137,7 +137,9 @@ func (a *App) doubts(why catalog.Suspension, s *repair.Survey) []string {
 		all = append(all, fmt.Sprintf("commits %d to %d are lost, more than the nodes keep the deletions of", why.At+1, witness.Seq))
 	}
 	if !a.knows(witness) {
-		all = append(all, "this coordinator has not led while the catalog was whole and does not know which nodes there were")
+		all = append(all, "this coordinator has not led while the catalog was whole and does not know which nodes there were, nor what concerned none")
+	} else if u := a.served.Load().unplaced; u.To.Incarnation != witness.Incarnation || u.To.Seq < witness.Seq || u.After > why.At {
+		all = append(all, fmt.Sprintf("of what concerned no node commits %d to %d are known, not %d to %d", u.After+1, u.To.Seq, why.At+1, witness.Seq))
 	}
 	for _, v := range a.registry.Views() {
 		if _, away := s.Away[v.Name]; !away && (v.Journal.Incarnation != witness.Incarnation || v.Journal.Seq < witness.Seq) {
@@ -154,7 +156,11 @@ func (a *App) doubts(why catalog.Suspension, s *repair.Survey) []string {
 }
 
 func (a *App) repairer() *repair.Repairer {
-	return &repair.Repairer{Store: a.store, Nodes: a.pool, Log: a.log}
+	r := &repair.Repairer{Store: a.store, Nodes: a.pool, Log: a.log}
+	if served := a.served.Load(); served != nil {
+		r.Unplaced = served.unplaced.Entries
+	}
+	return r
 }
 
 // knownNodes are those of the catalog, those that came by themselves, and those that this process knew before: a catalog that

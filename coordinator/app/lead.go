@@ -140,7 +140,7 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	a.registry.Resign(reason)
 	engine.Stop(reason)
 	beside.Wait()
-	a.remember()
+	a.remember(mirror.Unplaced())
 	return reason
 }
 
@@ -148,14 +148,19 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 type acquaintance struct {
 	incarnations map[string]struct{}
 	nodes        map[string]struct{}
+	// unplaced is what concerned no node, of the last term that followed the change log.
+	unplaced journal.Unplaced
 }
 
-// remember keeps which catalog was served, and which nodes there were.
-func (a *App) remember() {
-	now := &acquaintance{incarnations: map[string]struct{}{a.store.Seen().Incarnation: {}}, nodes: make(map[string]struct{})}
+// remember keeps which catalog was served, which nodes there were, and what concerned none.
+func (a *App) remember(unplaced journal.Unplaced) {
+	now := &acquaintance{unplaced: unplaced, incarnations: map[string]struct{}{a.store.Seen().Incarnation: {}}, nodes: make(map[string]struct{})}
 	if before := a.served.Load(); before != nil {
 		maps.Copy(now.incarnations, before.incarnations)
 		maps.Copy(now.nodes, before.nodes)
+		if unplaced.To.IsZero() {
+			now.unplaced = before.unplaced
+		}
 	}
 	for _, v := range a.registry.Views() {
 		now.nodes[v.Name] = struct{}{}

@@ -21,9 +21,12 @@
 //   - What is sent was read from a catalog that is shown, after the reading, to have the point: never from one that came back older.
 //   - One message is on its way at a time; the next one is sent after the node made the last one durable.
 //   - Nothing here delays a commit.
+//   - What concerns no node is in no node's journal. The mirror keeps it in memory (Unplaced), as far as the nodes' journals can
+//     reach: what was read of the log is kept before any feed is told how far that is.
 //
 // # Crash points
 //
 // A coordinator that dies loses the place in the log only: the node says with its next hello how far its journal
-// reaches. A whole that was cut off begins anew.
+// reaches. A whole that was cut off begins anew. What concerned no node is read anew from the log; if that came back older
+// meanwhile, what it lost of this is not known, and whoever repairs it has to say so.
 package journal

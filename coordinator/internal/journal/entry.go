@@ -20,10 +20,12 @@ func PointOf(p *nodev1.CatalogPoint) catalog.Point {
 	return catalog.Point{Incarnation: p.GetIncarnation(), Seq: p.GetSeq(), Digest: p.GetDigest()}
 }
 
-// Entry is what a node's journal has of one record.
+// Entry is what a journal has of one record.
 type Entry struct {
 	Record  catalog.Record
 	Deleted bool // at Record.Revision
+	// Bare: it is known that there was this revision, but there is no copy of it. Nodes keep no such entries.
+	Bare bool
 	// Point is a place in the catalog's history at which the entry was so.
 	Point catalog.Point
 }

@@ -45,6 +45,7 @@ type Mirror struct {
 	mu    sync.Mutex
 	feeds map[*Feed]struct{}
 	at    catalog.Point // how far the log was followed; zero at first and after a gap
+	loose unplaced      // up to there
 	moved chan struct{} // closed and replaced when at moves
 }
 
@@ -91,6 +92,9 @@ func (m *Mirror) follow(ctx context.Context) (at catalog.Point, err error) {
 		return at, err
 	}
 	at = h.Head
+	if err := m.lookBack(ctx, at); err != nil {
+		return at, err
+	}
 	m.advance(at, nil)
 	for {
 		changes, err := m.o.Catalog.Changes(ctx, at.Seq, catalog.MaxPage, time.Second)
@@ -108,7 +112,14 @@ func (m *Mirror) follow(ctx context.Context) (at catalog.Point, err error) {
 			continue
 		}
 		last := changes[len(changes)-1]
-		at.Seq, at.Digest = last.Seq, last.Digest
+		next := at
+		next.Seq, next.Digest = last.Seq, last.Digest
+		if err := m.keep(ctx, next, changes); err != nil {
+			m.o.Log.Warn("what changed cannot be read; trying again", "error", err)
+			_ = wait.For(ctx, m.o.Pause)
+			continue
+		}
+		at = next
 		m.advance(at, changes)
 	}
 }

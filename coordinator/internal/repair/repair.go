@@ -56,6 +56,9 @@ func (r *Repairer) Repair(ctx context.Context, epoch fence.Epoch, s *Survey) err
 // one repairs one record. A name that another has by now is given up rather than the record.
 func (r *Repairer) one(ctx context.Context, epoch fence.Epoch, f *Finding) (*errs.Error, error) {
 	rec := f.entry.Record
+	if f.entry.Bare {
+		return errs.New(errs.ObjectNotFound, "%s", f.Message), nil
+	}
 	c := catalog.Commit{Repair: true, Owner: fence.Owner{Coordinator: epoch}, Attempt: uuid.NewString()}
 	if f.Difference == Undeleted {
 		c.Deletes = []catalog.Delete{{Key: f.Key, ExpectRevision: f.Catalog, Tombstone: true}}

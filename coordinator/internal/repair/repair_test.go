@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/coordinator/internal/repair"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/catalog/memory"
@@ -180,6 +181,29 @@ func TestC21RepairPutsBackWhatWasLost(t *testing.T) {
 	}
 	// Again there is nothing to do.
 	w.want(w.survey().Findings)
+}
+
+// What concerned no node comes from who led: what lived, what was deleted, and what it knows of without a copy, which is said.
+func TestC21RepairPutsBackWhatConcernedNoNode(t *testing.T) {
+	w := newWorld(t)
+	w.put(catalog.KindSandbox, "undeleted", "Pending")
+	part, lost := journal.PointOf(w.head()), journal.PointOf(w.lost())
+	unplaced := func(uid string, at catalog.Point, deleted, bare bool) journal.Entry {
+		return journal.Entry{Record: catalog.Record{Key: key(catalog.KindSandbox, uid), Revision: 1, Seq: 50, Phase: "Pending"}, Deleted: deleted, Bare: bare, Point: at}
+	}
+	w.Unplaced = []journal.Entry{
+		unplaced("deleted-since", part, false, false), unplaced("pending", lost, false, false), unplaced("undeleted", lost, true, false),
+		unplaced("was-never-here", lost, true, false), unplaced("without-a-copy", lost, false, true), unplaced("got-a-place", lost, false, false),
+	}
+	w.nodes.journals["n1"] = []*nodev1.JournalEntry{entry(catalog.KindSandbox, "got-a-place", 2, w.lost())}
+	s := w.survey()
+	if err := w.store.Suspend(t.Context(), w.epoch, catalog.Suspension{By: "n1"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Repair(t.Context(), w.epoch, s); err != nil {
+		t.Fatal(err)
+	}
+	w.want(s.Findings, "lost pending 0/1 true", "undeleted undeleted 1/1 true", "lost without-a-copy 0/1 false", "lost got-a-place 0/2 true")
 }
 
 // What cannot be put back is said, and hinders nothing else.

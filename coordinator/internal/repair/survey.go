@@ -4,7 +4,8 @@
 //
 // An entry of a node's journal is the word of a catalog that had it at a point of its history. If the catalog's
 // history has the point, what the catalog says now is newer, and the entry says nothing. If it does not, what the entry says
-// was acknowledged and lost. Among several entries of one record the highest revision counts.
+// was acknowledged and lost. Among several entries of one record the highest revision counts. What concerned no node is in the memory of
+// the coordinator that led (journal.Unplaced), and is taken from there in the same way.
 //
 // # States of a catalog
 //
@@ -87,6 +88,8 @@ type Repairer struct {
 	// Light surveys are for looking alone: they keep no bodies, so that much that was lost costs little memory. They cannot be
 	// repaired from.
 	Light bool
+	// Unplaced are the entries of what concerned no node, as far as they are known.
+	Unplaced []journal.Entry
 }
 
 // maxKnown bounds how many points a survey remembers the relation of.
@@ -116,6 +119,11 @@ func (r *Repairer) Survey(ctx context.Context, nodes []Node) (*Survey, error) {
 				return nil, err
 			}
 			s.away(n.Name, err.Error())
+		}
+	}
+	for _, e := range r.Unplaced {
+		if err := r.consider(ctx, e, known, lost, s); err != nil {
+			return nil, err
 		}
 	}
 	keys := make([]catalog.Key, 0, len(lost))
@@ -150,35 +158,43 @@ func (r *Repairer) read(ctx context.Context, node string, known map[catalog.Poin
 			return err
 		}
 		for _, p := range page.GetEntries() {
-			s.Entries++
 			e, err := journal.EntryOf(node, p)
+			if err == nil {
+				err = r.consider(ctx, e, known, lost, s)
+			}
 			if err != nil {
 				return err
-			}
-			relation, ok := known[e.Point]
-			if !ok {
-				if relation, err = r.Store.Compare(ctx, e.Point); err != nil {
-					return err
-				}
-				if len(known) >= maxKnown {
-					clear(known)
-				}
-				known[e.Point] = relation
-			}
-			if !relation.Missing() {
-				continue
-			}
-			if r.Light {
-				e.Record.Body, e.Record.Refs = nil, nil
-			}
-			if old, ok := lost[e.Record.Key]; !ok || newer(e, old) {
-				lost[e.Record.Key] = e
 			}
 		}
 		if after = page.GetNext(); after == "" {
 			return nil
 		}
 	}
+}
+
+// consider takes the entry if what it says was lost.
+func (r *Repairer) consider(ctx context.Context, e journal.Entry, known map[catalog.Point]catalog.Relation, lost map[catalog.Key]journal.Entry, s *Survey) (err error) {
+	s.Entries++
+	relation, ok := known[e.Point]
+	if !ok {
+		if relation, err = r.Store.Compare(ctx, e.Point); err != nil {
+			return err
+		}
+		if len(known) >= maxKnown {
+			clear(known)
+		}
+		known[e.Point] = relation
+	}
+	if !relation.Missing() {
+		return nil
+	}
+	if r.Light {
+		e.Record.Body, e.Record.Refs = nil, nil
+	}
+	if old, ok := lost[e.Record.Key]; !ok || newer(e, old) {
+		lost[e.Record.Key] = e
+	}
+	return nil
 }
 
 func newer(a, b journal.Entry) bool {
@@ -205,6 +221,9 @@ func compare(e journal.Entry, have map[catalog.Key]catalog.Record) (Finding, boo
 		return f, false
 	}
 	f.Message = fmt.Sprintf("seen at commit %d of %s", e.Point.Seq, e.Point.Incarnation)
+	if e.Bare {
+		f.Message = fmt.Sprintf("it was written by commit %d and concerned no node: there is no copy of it", e.Record.Seq)
+	}
 	return f, true
 }
 
