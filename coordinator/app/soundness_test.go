@@ -73,10 +73,13 @@ func TestC21WitnessSuspends(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if now := resp.GetCatalog().GetHead(); now.GetIncarnation() == head.GetIncarnation() || now.GetSeq() <= head.GetSeq()+100 {
-		t.Errorf("it goes on at %v", now)
+	if found := resp.GetFindings(); len(found) == 0 || found[0].GetDifference() != dormousev1.CatalogDifference_CATALOG_DIFFERENCE_UNKNOWN {
+		t.Errorf("what was found is not told: %v", resp)
 	}
 	eventually(t, "it leads again", r.app.Leading)
+	if now := r.status().GetHead(); now.GetIncarnation() == head.GetIncarnation() || now.GetSeq() <= head.GetSeq()+100 {
+		t.Errorf("it goes on at %v", now)
+	}
 	eventually(t, "the node is in session", func() bool { return n.dial(r.app.Addresses("node")[0], 20*time.Millisecond) == nil })
 	if _, err := sandboxes.CreateSandbox(ctx, box("after")); err != nil {
 		t.Error(err)

@@ -156,7 +156,11 @@ func repairCatalog(c call) error {
 		return err
 	}
 	if c.print.Table() {
-		_, err = fmt.Fprintf(c.App.Writer, "in service at commit %s; %d differences\n", pointText(resp.GetCatalog().GetHead()), resp.GetTotal())
+		at := ""
+		if head := resp.GetCatalog().GetHead(); head != nil {
+			at = " at commit " + pointText(head)
+		}
+		_, err = fmt.Fprintf(c.App.Writer, "in service%s; %d differences\n", at, resp.GetTotal())
 	}
 	return err
 }

@@ -173,8 +173,11 @@ func (s catalogService) RepairCatalog(ctx context.Context, req *dormousev1.Repai
 	for _, f := range found[:min(len(found), maxFindings)] {
 		resp.Findings = append(resp.Findings, findingToProto(f))
 	}
-	resp.Catalog, _, err = s.status(ctx, "", catalog.MaxPage)
-	return resp, err
+	// The term in which a catalog is repaired ends with the repair: what was found is told all the same.
+	if resp.Catalog, _, err = s.status(ctx, "", catalog.MaxPage); err != nil {
+		s.cfg.Log.Info("the catalog is repaired; how it is now is not known yet", "error", err)
+	}
+	return resp, nil
 }
 
 // CompactCatalog implements CatalogService.

@@ -109,7 +109,7 @@ func (m *Mirror) lookBack(ctx context.Context, at catalog.Point) error {
 	m.mu.Lock()
 	m.loose = unplaced{after: after, entries: make(map[catalog.Key]Entry)}
 	m.mu.Unlock()
-	for after < at.Seq {
+	for reads := false; after < at.Seq; reads = true {
 		changes, err := m.o.Catalog.Changes(ctx, after, catalog.MaxPage, 0)
 		if errs.Has(err, errs.ResumeTooOld) {
 			// It begins later.
@@ -118,9 +118,11 @@ func (m *Mirror) lookBack(ctx context.Context, at catalog.Point) error {
 				return err
 			}
 			after = oldest - 1
-			m.mu.Lock()
-			m.loose.after = max(m.loose.after, after)
-			m.mu.Unlock()
+			if !reads { // else it is where a repair took the sequence further
+				m.mu.Lock()
+				m.loose.after = after
+				m.mu.Unlock()
+			}
 			continue
 		}
 		if err != nil {

@@ -945,9 +945,10 @@ func (x *RepairCatalogRequest) GetWithoutNodes() []string {
 type RepairCatalogResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What was found, bounded; the rest is in the coordinator's log.
-	Findings      []*CatalogFinding `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
-	Total         int64             `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
-	Catalog       *CatalogStatus    `protobuf:"bytes,3,opt,name=catalog,proto3" json:"catalog,omitempty"`
+	Findings []*CatalogFinding `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
+	Total    int64             `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
+	// Not set if that cannot be told yet: with the repair the coordinator begins to lead anew.
+	Catalog       *CatalogStatus `protobuf:"bytes,3,opt,name=catalog,proto3" json:"catalog,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
