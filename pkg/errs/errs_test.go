@@ -32,7 +32,7 @@ func TestEveryReasonKeepsItsCodesPromise(t *testing.T) {
 			t.Errorf("%s has the code %q, which is not of the closed set", r, e.Code)
 			continue
 		}
-		if r == SandboxFailed || r == SetupFailed { // it ran and failed: that is known, and another attempt is another sandbox
+		if r == SandboxFailed || r == SetupFailed || r == InvariantBroken { // that it failed is known, and the same operation again would fail too
 			want.retry, want.outcome = Never, Terminal
 		}
 		if e.Retry != want.retry || e.Outcome != want.outcome {

@@ -112,6 +112,8 @@ const (
 	SetupFailed   Reason = "SETUP_FAILED"   // a template's command; details: step, index, exit_code, timed_out, output_tail
 	SandboxFailed Reason = "SANDBOX_FAILED" // the runtime could not run it; details: step
 	InternalError Reason = "INTERNAL_ERROR"
+	// InvariantBroken: a program was about to do what its own rules exclude, and did not; details: kind, uid, from, to
+	InvariantBroken Reason = "INVARIANT_BROKEN"
 )
 
 type row struct {
@@ -167,10 +169,11 @@ var table = map[Reason]row{
 
 	ArtefactDamaged: lost, DigestMismatch: lost, StateDamaged: lost, SecretsLost: lost,
 
-	NotSupported:  {Unsupported, Never, NotStarted},
-	SandboxFailed: {Internal, Never, Terminal},
-	SetupFailed:   {Internal, Never, Terminal},
-	InternalError: {Internal, SameOperation, Unknown},
+	NotSupported:    {Unsupported, Never, NotStarted},
+	SandboxFailed:   {Internal, Never, Terminal},
+	SetupFailed:     {Internal, Never, Terminal},
+	InternalError:   {Internal, SameOperation, Unknown},
+	InvariantBroken: {Internal, Never, Terminal},
 }
 
 // Reasons lists the closed set in a fixed order.

@@ -1,11 +1,8 @@
 // Package sandbox has what a sandbox is: its spec, its observed status and the table of phases it
-// can move through. It is pure: no I/O, no clock, the standard library only.
+// can move through. It is pure: no I/O, no clock.
 package sandbox
 
-import (
-	"fmt"
-	"slices"
-)
+import "github.com/dormouse-run/dormouse/pkg/phase"
 
 // Phase is where a sandbox stands.
 type Phase string
@@ -33,7 +30,7 @@ func Phases() []Phase {
 // moves is the whole table: any pair that is not a row is refused. A move to the same phase is
 // not a transition and needs no row. Who follows a node may see its latest phase without the one before, so that the
 // ways to Hibernated and back are there without the middle, too.
-var moves = map[Phase][]Phase{
+var moves = phase.NewTable("sandbox", map[Phase][]Phase{
 	Gone:        {Pending},
 	Pending:     {Starting, Failed, Deleting},
 	Starting:    {Running, Paused, Stopped, Failed, Deleting}, // Paused: restored to stand still
@@ -45,25 +42,10 @@ var moves = map[Phase][]Phase{
 	Stopped:     {Deleting},
 	Failed:      {Deleting},
 	Deleting:    {Gone},
-}
-
-// CanMove tells whether the table has the row.
-func CanMove(from, to Phase) bool { return slices.Contains(moves[from], to) }
-
-// TransitionError is a move that the table does not have.
-type TransitionError struct{ From, To Phase }
-
-func (e *TransitionError) Error() string {
-	return fmt.Sprintf("a sandbox cannot go from %q to %q", e.From, e.To)
-}
+})
 
 // Move checks a transition; staying where it is counts as allowed.
-func Move(from, to Phase) error {
-	if from == to || CanMove(from, to) {
-		return nil
-	}
-	return &TransitionError{from, to}
-}
+func Move(from, to Phase) error { return moves.Move(from, to) }
 
 // Terminal tells whether the phase has no process and never will have one again.
 func (p Phase) Terminal() bool { return p == Stopped || p == Failed || p == Gone }

@@ -1,12 +1,12 @@
 // Package snapshot has what a snapshot is: a sandbox at one instant, bound to the image, the
 // runtime bundle and the CPU features that made it, and to the volumes it refers to.
-// It is pure: no I/O, no clock, the standard library only.
+// It is pure: no I/O, no clock.
 package snapshot
 
 import (
-	"fmt"
-	"slices"
 	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/phase"
 )
 
 // Phase is where a snapshot stands.
@@ -26,32 +26,17 @@ const (
 // Phases lists all but Gone.
 func Phases() []Phase { return []Phase{Preparing, Ready, Deleting, Deleted, Failed} }
 
-var moves = map[Phase][]Phase{
+var moves = phase.NewTable("snapshot", map[Phase][]Phase{
 	Gone:      {Preparing},
 	Preparing: {Ready, Failed, Deleting},
 	Ready:     {Deleting},
 	Failed:    {Deleting},
 	Deleting:  {Deleted},
 	Deleted:   {Gone},
-}
-
-// CanMove tells whether the table has the row.
-func CanMove(from, to Phase) bool { return slices.Contains(moves[from], to) }
-
-// TransitionError is a move that the table does not have.
-type TransitionError struct{ From, To Phase }
-
-func (e *TransitionError) Error() string {
-	return fmt.Sprintf("a snapshot cannot go from %q to %q", e.From, e.To)
-}
+})
 
 // Move checks a transition; staying where it is counts as allowed.
-func Move(from, to Phase) error {
-	if from == to || CanMove(from, to) {
-		return nil
-	}
-	return &TransitionError{from, to}
-}
+func Move(from, to Phase) error { return moves.Move(from, to) }
 
 // OwnsArtefact tells whether files of a snapshot in this phase must be kept.
 func (p Phase) OwnsArtefact() bool { return p == Preparing || p == Ready || p == Deleting }

@@ -1,11 +1,11 @@
 // Package volume has what a volume is: a folder with a uid that outlives sandboxes.
-// It is pure: no I/O, no clock, the standard library only.
+// It is pure: no I/O, no clock.
 package volume
 
 import (
-	"fmt"
-	"slices"
 	"time"
+
+	"github.com/dormouse-run/dormouse/pkg/phase"
 )
 
 // Phase is where a volume stands.
@@ -24,32 +24,17 @@ const (
 // Phases lists all but Gone.
 func Phases() []Phase { return []Phase{Creating, Ready, Deleting, Deleted, Failed} }
 
-var moves = map[Phase][]Phase{
+var moves = phase.NewTable("volume", map[Phase][]Phase{
 	Gone:     {Creating},
 	Creating: {Ready, Failed, Deleting},
 	Ready:    {Deleting},
 	Failed:   {Deleting},
 	Deleting: {Deleted},
 	Deleted:  {Gone},
-}
-
-// CanMove tells whether the table has the row.
-func CanMove(from, to Phase) bool { return slices.Contains(moves[from], to) }
-
-// TransitionError is a move that the table does not have.
-type TransitionError struct{ From, To Phase }
-
-func (e *TransitionError) Error() string {
-	return fmt.Sprintf("a volume cannot go from %q to %q", e.From, e.To)
-}
+})
 
 // Move checks a transition; staying where it is counts as allowed.
-func Move(from, to Phase) error {
-	if from == to || CanMove(from, to) {
-		return nil
-	}
-	return &TransitionError{from, to}
-}
+func Move(from, to Phase) error { return moves.Move(from, to) }
 
 // Access says who may attach it.
 type Access string

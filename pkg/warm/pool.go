@@ -4,6 +4,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/dormouse-run/dormouse/pkg/phase"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
@@ -14,7 +15,20 @@ type PoolPhase string
 const (
 	PoolActive   PoolPhase = "Active"
 	PoolDeleting PoolPhase = "Deleting"
+	PoolGone     PoolPhase = ""
 )
+
+// PoolPhases lists all but PoolGone.
+func PoolPhases() []PoolPhase { return []PoolPhase{PoolActive, PoolDeleting} }
+
+var poolMoves = phase.NewTable("pool", map[PoolPhase][]PoolPhase{
+	PoolGone:     {PoolActive},
+	PoolActive:   {PoolDeleting},
+	PoolDeleting: {PoolGone},
+})
+
+// MovePool checks a transition; staying where it is counts as allowed.
+func MovePool(from, to PoolPhase) error { return poolMoves.Move(from, to) }
 
 // MaxPool bounds the members of a pool.
 const MaxPool = 1000

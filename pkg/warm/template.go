@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/dormouse-run/dormouse/pkg/phase"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
@@ -27,16 +28,16 @@ const (
 // TemplatePhases lists all but Gone.
 func TemplatePhases() []TemplatePhase { return []TemplatePhase{Preparing, Ready, Failed, Deleting} }
 
-var templateMoves = map[TemplatePhase][]TemplatePhase{
+var templateMoves = phase.NewTable("template", map[TemplatePhase][]TemplatePhase{
 	Gone:      {Preparing},
 	Preparing: {Ready, Failed, Deleting},
 	Ready:     {Deleting},
 	Failed:    {Deleting},
 	Deleting:  {Gone},
-}
+})
 
-// CanMove tells whether the table has the row.
-func CanMove(from, to TemplatePhase) bool { return slices.Contains(templateMoves[from], to) }
+// MoveTemplate checks a transition; staying where it is counts as allowed.
+func MoveTemplate(from, to TemplatePhase) error { return templateMoves.Move(from, to) }
 
 // Limits at the door.
 const (

@@ -1,11 +1,11 @@
 package warm
 
 import (
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/dormouse-run/dormouse/pkg/phase/phasetest"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
@@ -49,16 +49,10 @@ func TestTemplateIsCheckedAtTheDoor(t *testing.T) {
 	}
 }
 
-func TestEveryPairOfTemplatePhases(t *testing.T) {
-	allowed := map[TemplatePhase][]TemplatePhase{Gone: {Preparing}, Preparing: {Ready, Failed, Deleting}, Ready: {Deleting}, Failed: {Deleting}, Deleting: {Gone}}
-	all := append(TemplatePhases(), Gone)
-	for _, from := range all {
-		for _, to := range all {
-			if got := CanMove(from, to); got != slices.Contains(allowed[from], to) {
-				t.Errorf("CanMove(%q, %q) = %v", from, to, got)
-			}
-		}
-	}
+func TestEveryPairOfPhases(t *testing.T) {
+	phasetest.Table(t, MoveTemplate, TemplatePhases(), map[TemplatePhase][]TemplatePhase{
+		Gone: {Preparing}, Preparing: {Ready, Failed, Deleting}, Ready: {Deleting}, Failed: {Deleting}, Deleting: {Gone}})
+	phasetest.Table(t, MovePool, PoolPhases(), map[PoolPhase][]PoolPhase{PoolGone: {PoolActive}, PoolActive: {PoolDeleting}, PoolDeleting: {PoolGone}})
 }
 
 func TestPoolsAreBounded(t *testing.T) {

@@ -17,9 +17,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/phase"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
-	"github.com/dormouse-run/dormouse/pkg/snapshot"
-	"github.com/dormouse-run/dormouse/pkg/volume"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
 
@@ -107,21 +106,15 @@ func Envelope(err error) *errs.Error {
 	var (
 		e *errs.Error
 		p *sandbox.Problem
-		s *sandbox.TransitionError
-		n *snapshot.TransitionError
-		v *volume.TransitionError
+		m *phase.TransitionError
 	)
 	switch {
 	case errors.As(err, &e):
 		return e
 	case errors.As(err, &p):
 		return problem(p)
-	case errors.As(err, &s):
-		return errs.Wrap(err, errs.WrongPhase, "%s; look at its phase and try what it allows", s).With("phase", string(s.From))
-	case errors.As(err, &n):
-		return errs.Wrap(err, errs.WrongPhase, "%s; look at its phase and try what it allows", n).With("phase", string(n.From))
-	case errors.As(err, &v):
-		return errs.Wrap(err, errs.WrongPhase, "%s; look at its phase and try what it allows", v).With("phase", string(v.From))
+	case errors.As(err, &m):
+		return errs.Wrap(err, errs.WrongPhase, "%s; look at its phase and try what it allows", m).With("phase", m.From)
 	}
 	return errs.From(err)
 }

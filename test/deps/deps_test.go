@@ -48,7 +48,7 @@ var (
 	drivers = []string{
 		"agentd/internal/runtime/runsc", "agentd/internal/runtime/runc", "agentd/internal/runtime/fake",
 	}
-	domain = []string{"pkg/sandbox", "pkg/snapshot", "pkg/volume", "pkg/warm"}
+	domain = []string{"pkg/phase", "pkg/sandbox", "pkg/snapshot", "pkg/volume", "pkg/warm"}
 )
 
 var walls = []wall{

@@ -51,7 +51,10 @@ func (e *Engine) snapshotOf(op *Operation, sb *records.Sandbox, u, name string, 
 	snap.UID, snap.Tenant, snap.Name, snap.Labels = u, op.Tenant, name, labels
 	snap.Generation, snap.Created, snap.OperationID = 1, op.Created, op.ID
 	snap.SourceSandboxUID = sb.UID
-	snap.Status.Phase, snap.Status.Image = snapshot.Preparing, sb.Spec.Image
+	if err := enterSnapshot(snap, snapshot.Preparing); err != nil {
+		return writes{}, err
+	}
+	snap.Status.Image = sb.Spec.Image
 	for _, m := range sb.Spec.Volumes {
 		snap.Status.Volumes = append(snap.Status.Volumes, snapshot.VolumeReference{VolumeUID: m.VolumeUID, Path: m.Path, ReadOnly: m.ReadOnly})
 	}
@@ -174,13 +177,11 @@ func (e *Engine) publishSnapshot(ctx context.Context, t *task, reserved *records
 			return catalog.Commit{}, orNothing(err)
 		}
 		var p puts
-		volumes := snap.Status.Volumes // what was reserved is what is referred to
-		image := snap.Status.Image
-		snap.Status = got
-		snap.Status.Phase, snap.Status.Volumes, snap.Status.Nodes, snap.Status.ReadyTime = snapshot.Ready, volumes, []string{snap.SourceNode}, e.now()
-		if snap.Status.Image == "" {
-			snap.Status.Image = image
+		takeSnapshot(snap, got)
+		if err := enterSnapshot(snap, snapshot.Ready); err != nil {
+			return catalog.Commit{}, err
 		}
+		snap.Status.ReadyTime = e.now()
 		p.add(snap.Put())
 		p.add(e.event(records.SnapshotKey(snap.Tenant, u), "Ready", "taken of sandbox "+snap.SourceSandboxUID, false))
 		if sb != nil {
@@ -215,7 +216,10 @@ func (e *Engine) failSnapshot(ctx context.Context, t *task, u string, env *errs.
 		if op.Error == nil { // in the same step, so that a restart knows why it undoes
 			op.Error = env
 		}
-		snap.Status.Phase, snap.Status.Reason, snap.Status.Message = snapshot.Failed, string(env.Reason), env.Message
+		if err := enterSnapshot(snap, snapshot.Failed); err != nil {
+			return catalog.Commit{}, err
+		}
+		snap.Status.Reason, snap.Status.Message = string(env.Reason), env.Message
 		var p puts
 		p.add(op.put())
 		p.add(snap.Put())

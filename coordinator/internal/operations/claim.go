@@ -123,7 +123,9 @@ func (e *Engine) claimWarm(op *Operation, req ClaimSandbox, tpl *records.Templat
 	if err := problem(sandbox.ValidateIdle("", sb.Spec.IdleTimeout, sb.Spec.OnIdle)); err != nil {
 		return writes{}, err
 	}
-	e.move(sb, sandbox.Resuming, "", "")
+	if err := enterSandbox(sb, sandbox.Resuming); err != nil {
+		return writes{}, err
+	}
 	op.Plan.Target = sb.UID
 	var p puts
 	p.add(fits(sb.Put()))
@@ -205,7 +207,10 @@ func (e *Engine) goldenCopy(ctx context.Context, r catalog.Reader, op *Operation
 	if err := e.possible(snap.SourceSpec); err != nil {
 		return nil, err
 	}
-	sb := e.newSandbox(op, "", nil, resting(snap.SourceSpec), nil)
+	sb, err := newSandbox(op, "", nil, resting(snap.SourceSpec), nil)
+	if err != nil {
+		return nil, err
+	}
 	sb.SourceSnapshot, sb.Status.RestoredFrom = snap.UID, snap.UID
 	op.Plan.SnapshotUID = snap.UID
 	op.Plan.Copies = []Copy{{SandboxUID: sb.UID}}

@@ -38,7 +38,10 @@ func (e *Engine) CreateSandbox(ctx context.Context, c Call, req CreateSandbox) (
 		if err != nil {
 			return writes{}, err
 		}
-		sb := e.newSandbox(op, req.Name, req.Labels, spec, held)
+		sb, err := newSandbox(op, req.Name, req.Labels, spec, held)
+		if err != nil {
+			return writes{}, err
+		}
 		op.Plan.Copies = []Copy{{SandboxUID: sb.UID}}
 		var p puts
 		placed, err := e.placeAtOnce(ctx, r, sb, &p)
@@ -50,15 +53,14 @@ func (e *Engine) CreateSandbox(ctx context.Context, c Call, req CreateSandbox) (
 	})
 }
 
-func (e *Engine) newSandbox(op *Operation, name string, labels map[string]string, spec sandbox.Spec, held []records.Attachment) *records.Sandbox {
+func newSandbox(op *Operation, name string, labels map[string]string, spec sandbox.Spec, held []records.Attachment) (*records.Sandbox, error) {
 	sb := &records.Sandbox{Attachments: held}
 	sb.UID, sb.Tenant, sb.Name, sb.Labels = uid.New(), op.Tenant, name, labels
 	sb.Generation, sb.Created, sb.Spec, sb.OperationID = 1, op.Created, spec, op.ID
 	if sb.Spec.Network == "" {
 		sb.Spec.Network = sandbox.NetworkNone
 	}
-	sb.Status.Phase = sandbox.Pending
-	return sb
+	return sb, enterSandbox(sb, sandbox.Pending)
 }
 
 // driveCopies makes the sandboxes of a create, a restore or a fork: the snapshot first where the fork
@@ -190,7 +192,7 @@ func (e *Engine) undoCopies(ctx context.Context, t *task) error {
 func (e *Engine) failSandbox(ctx context.Context, t *task, u string) error {
 	env := t.op.Error
 	sb, err := e.changeSandbox(ctx, t.op.Tenant, u, func(sb *records.Sandbox) ([]catalog.Put, error) {
-		if !e.move(sb, sandbox.Failed, sandbox.ReasonStartFailed, env.Message) {
+		if !take(sb, sandbox.Failed, sandbox.ReasonStartFailed, env.Message) {
 			return nil, errNothing
 		}
 		sb.Unnamed = true

@@ -23,7 +23,9 @@ func (e *Engine) DeleteSandbox(ctx context.Context, c Call, req Delete) (*Operat
 			return writes{}, err
 		}
 		op.Plan.Target = req.UID
-		e.move(sb, sandbox.Deleting, "", "")
+		if err := enterSandbox(sb, sandbox.Deleting); err != nil {
+			return writes{}, err
+		}
 		var p puts
 		p.add(sb.Put())
 		return writes{puts: p.all}, p.err
@@ -48,7 +50,9 @@ func (e *Engine) DeleteSnapshot(ctx context.Context, c Call, req Delete) (*Opera
 			return writes{}, err
 		}
 		op.Plan.Target = req.UID
-		snap.Status.Phase = snapshot.Deleting
+		if err := enterSnapshot(snap, snapshot.Deleting); err != nil {
+			return writes{}, err
+		}
 		var p puts
 		p.add(snap.Put())
 		return writes{puts: p.all, checks: []catalog.Check{catalog.Unreferenced(rec.Key)}}, p.err
@@ -73,7 +77,9 @@ func (e *Engine) DeleteVolume(ctx context.Context, c Call, req Delete) (*Operati
 			return writes{}, err
 		}
 		op.Plan.Target = req.UID
-		v.Status.Phase = volume.Deleting
+		if err := enterVolume(v, volume.Deleting); err != nil {
+			return writes{}, err
+		}
 		var p puts
 		p.add(v.Put())
 		return writes{puts: p.all, checks: []catalog.Check{catalog.Unreferenced(rec.Key)}}, p.err
@@ -131,8 +137,7 @@ func (e *Engine) sandboxAbsent(ctx context.Context, t *task, u string, fin ender
 	}
 	if sb.Status.Phase != sandbox.Deleting {
 		if _, err := e.changeSandbox(ctx, sb.Tenant, u, func(sb *records.Sandbox) ([]catalog.Put, error) {
-			e.move(sb, sandbox.Deleting, "", "")
-			return nil, nil
+			return nil, enterSandbox(sb, sandbox.Deleting)
 		}); err != nil {
 			return absentIsDone(err)
 		}
@@ -196,6 +201,9 @@ func (e *Engine) burial(ctx context.Context, r catalog.Reader, t *task, key cata
 	if err != nil {
 		return catalog.Commit{}, err
 	}
+	if err := leave(rec); err != nil {
+		return catalog.Commit{}, err
+	}
 	trace, err := records.EncodeTrace(e.trace(rec, t.op.ID))
 	if err != nil {
 		return catalog.Commit{}, err
@@ -238,7 +246,9 @@ func (e *Engine) snapshotAbsent(ctx context.Context, t *task, u string, fin ende
 		if snap.Status.Phase == snapshot.Deleting {
 			return catalog.Commit{}, errNothing
 		}
-		snap.Status.Phase = snapshot.Deleting
+		if err := enterSnapshot(snap, snapshot.Deleting); err != nil {
+			return catalog.Commit{}, err
+		}
 		put, err := snap.Put()
 		return catalog.Commit{Puts: []catalog.Put{put}}, err
 	})
@@ -276,7 +286,9 @@ func (e *Engine) volumeAbsent(ctx context.Context, t *task, u string, fin ender)
 		if v.Status.Phase == volume.Deleting {
 			return catalog.Commit{}, errNothing
 		}
-		v.Status.Phase = volume.Deleting
+		if err := enterVolume(v, volume.Deleting); err != nil {
+			return catalog.Commit{}, err
+		}
 		put, err := v.Put()
 		return catalog.Commit{Puts: []catalog.Put{put}}, err
 	})

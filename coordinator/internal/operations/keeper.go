@@ -218,7 +218,9 @@ func (e *Engine) dismiss(ctx context.Context, m *member) error {
 			return writes{}, errNoMember
 		}
 		op.Plan.Target = m.uid
-		e.move(sb, sandbox.Deleting, "", "")
+		if err := enterSandbox(sb, sandbox.Deleting); err != nil {
+			return writes{}, err
+		}
 		put, err := sb.Put()
 		after := *sb
 		after.Revision++

@@ -34,7 +34,7 @@ func (e *Engine) observe(sb *records.Sandbox, o Observation) bool {
 	if o.StartService > 0 {
 		st.StartQueued, st.StartService = o.StartQueued, o.StartService
 	}
-	if st.Phase == sandbox.Deleting || o.Phase == sandbox.Deleting || !e.move(sb, o.Phase, o.Reason, o.Message) {
+	if st.Phase == sandbox.Deleting || o.Phase == sandbox.Deleting || !take(sb, o.Phase, o.Reason, o.Message) {
 		return true
 	}
 	if o.Phase == sandbox.Stopped || o.Phase == sandbox.Failed {
@@ -87,7 +87,7 @@ func nothingNew(before, after records.Sandbox, observed sandbox.Phase) bool {
 func (e *Engine) Lost(ctx context.Context, node string, session fence.Epoch, tenant, uid string, revision uint64) error {
 	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: node, Session: session}
 	_, err := e.changeAs(ctx, owner, tenant, uid, func(_ context.Context, _ catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
-		if sb.Revision != revision || sb.Status.Node != node || !e.move(sb, sandbox.Failed, sandbox.ReasonLost, "node "+node+" came back without it") {
+		if sb.Revision != revision || sb.Status.Node != node || !take(sb, sandbox.Failed, sandbox.ReasonLost, "node "+node+" came back without it") {
 			return nil, errNothing
 		}
 		ev, err := e.event(records.SandboxKey(tenant, uid), "Lost", "node "+node+" came back without it", true)

@@ -31,7 +31,9 @@ func (e *Engine) CreatePool(ctx context.Context, c Call, req CreatePool) (*Opera
 		p := &records.Pool{Node: tpl.Status.Node}
 		p.UID, p.Tenant, p.Name, p.Labels = uid.New(), op.Tenant, req.Name, maps.Clone(req.Labels)
 		p.Generation, p.Created, p.Spec, p.OperationID = 1, op.Created, req.Spec, op.ID
-		p.Status.Phase = warm.PoolActive
+		if err := enterPool(p, warm.PoolActive); err != nil {
+			return writes{}, err
+		}
 		op.Plan.Target = p.UID
 		return e.poolChange(p)
 	})
@@ -137,7 +139,9 @@ func (e *Engine) DeletePool(ctx context.Context, c Call, req Delete) (*Operation
 			return writes{}, err
 		}
 		op.Plan.Target = p.UID
-		p.Status.Phase = warm.PoolDeleting
+		if err := enterPool(p, warm.PoolDeleting); err != nil {
+			return writes{}, err
+		}
 		put, err := p.Put()
 		tell := func() { e.poolChanged(op.Tenant, req.UID) }
 		return writes{puts: []catalog.Put{put}, accepted: tell, refused: tell}, err
@@ -183,8 +187,7 @@ func (e *Engine) removeMember(ctx context.Context, t *task, pool, u string, fin 
 		if !mine || sb.Status.Phase == sandbox.Deleting {
 			return nil, errNothing
 		}
-		e.move(sb, sandbox.Deleting, "", "")
-		return nil, nil
+		return nil, enterSandbox(sb, sandbox.Deleting)
 	})
 	if err != nil {
 		return absentIsDone(err)

@@ -166,7 +166,9 @@ func (e *Engine) planCopies(ctx context.Context, r catalog.Reader, op *Operation
 		for _, c := range chosen {
 			v := c.volume
 			if c.clone {
-				v = newVolume(op, "", nil, volume.Spec{SizeLimitBytes: c.volume.Spec.SizeLimitBytes, Access: c.volume.Spec.Access, SourceVolumeUID: c.volume.UID})
+				if v, err = newVolume(op, "", nil, volume.Spec{SizeLimitBytes: c.volume.Spec.SizeLimitBytes, Access: c.volume.Spec.Access, SourceVolumeUID: c.volume.UID}); err != nil {
+					return writes{}, err
+				}
 				v.Status.Node = c.volume.Status.Node
 				cp.Clones = append(cp.Clones, v.UID)
 				p.add(v.Put())
@@ -178,7 +180,10 @@ func (e *Engine) planCopies(ctx context.Context, r catalog.Reader, op *Operation
 			}
 			spec.Volumes, held = append(spec.Volumes, mount), append(held, a)
 		}
-		sb := e.newSandbox(op, name, labels, spec, held)
+		sb, err := newSandbox(op, name, labels, spec, held)
+		if err != nil {
+			return writes{}, err
+		}
 		sb.SourceSnapshot, sb.Status.RestoredFrom = snap.UID, snap.UID
 		cp.SandboxUID = sb.UID
 		op.Plan.Copies = append(op.Plan.Copies, cp)

@@ -191,7 +191,9 @@ func (e *Engine) needs(ctx context.Context, r catalog.Reader, sb *records.Sandbo
 
 // placedOn moves a Pending sandbox to Starting on the node, and makes the event that says so.
 func (e *Engine) placedOn(sb *records.Sandbox, node string) (catalog.Put, error) {
-	e.move(sb, sandbox.Starting, "", "")
+	if err := enterSandbox(sb, sandbox.Starting); err != nil {
+		return catalog.Put{}, err
+	}
 	sb.Status.Node = node
 	sb.Status.SetCondition(sandbox.Condition{Type: "Scheduled", Status: true, Reason: "Placed", Message: node, LastTransitionTime: e.now()})
 	return e.event(records.SandboxKey(sb.Tenant, sb.UID), "Scheduled", "placed on node "+node, false)
@@ -267,7 +269,9 @@ func (e *Engine) recordStart(ctx context.Context, t *task, sb *records.Sandbox, 
 		}
 		e.observe(sb, obs)
 		if sb.Status.Phase == sandbox.Starting {
-			e.move(sb, sandbox.Running, "", "") // a reply of success means that it ran
+			if err := enterSandbox(sb, sandbox.Running); err != nil { // a reply of success means that it ran
+				return nil, err
+			}
 			sb.SourceSnapshot = ""
 		}
 		reason := "Started"
@@ -341,13 +345,4 @@ func (e *Engine) sandbox(ctx context.Context, r catalog.Reader, tenant, uid stri
 		return nil, err
 	}
 	return records.SandboxOf(rec)
-}
-
-// move changes the phase, if the table has the row; otherwise nothing changes.
-func (e *Engine) move(sb *records.Sandbox, to sandbox.Phase, reason, message string) bool {
-	if sandbox.Move(sb.Status.Phase, to) != nil {
-		return false
-	}
-	sb.Status.Phase, sb.Status.Reason, sb.Status.Message = to, reason, message
-	return true
 }

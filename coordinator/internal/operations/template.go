@@ -39,8 +39,13 @@ func (e *Engine) CreateTemplate(ctx context.Context, c Call, req CreateTemplate)
 		tpl := new(records.Template)
 		tpl.UID, tpl.Tenant, tpl.Name, tpl.Labels = uid.New(), op.Tenant, req.Name, maps.Clone(req.Labels)
 		tpl.Generation, tpl.Created, tpl.Spec, tpl.OperationID = 1, op.Created, spec, op.ID
-		tpl.Status.Phase = warm.Preparing
-		sb := e.newSandbox(op, "", nil, resting(spec.Sandbox), nil)
+		if err := enterTemplate(tpl, warm.Preparing); err != nil {
+			return writes{}, err
+		}
+		sb, err := newSandbox(op, "", nil, resting(spec.Sandbox), nil)
+		if err != nil {
+			return writes{}, err
+		}
 		sb.Template = tpl.UID
 		tpl.Builder, tpl.Golden = sb.UID, uid.New()
 		op.Plan.Target, op.Plan.SnapshotUID, op.Plan.MakesSnapshot = tpl.UID, tpl.Golden, true
@@ -115,7 +120,10 @@ func (e *Engine) makeTemplate(ctx context.Context, t *task) error {
 		if err != nil {
 			return catalog.Commit{}, err
 		}
-		tpl.Status.Phase, tpl.Status.ReadyTime = warm.Ready, e.now()
+		if err := enterTemplate(tpl, warm.Ready); err != nil {
+			return catalog.Commit{}, err
+		}
+		tpl.Status.ReadyTime = e.now()
 		var p puts
 		p.add(tpl.Put())
 		done := *tpl
@@ -289,7 +297,10 @@ func (e *Engine) undoTemplate(ctx context.Context, t *task) error {
 		if err != nil {
 			return catalog.Commit{}, err
 		}
-		tpl.Status.Phase, tpl.Status.SnapshotUID, tpl.Status.Reason, tpl.Status.Message = warm.Failed, "", string(env.Reason), env.Message
+		if err := enterTemplate(tpl, warm.Failed); err != nil {
+			return catalog.Commit{}, err
+		}
+		tpl.Status.SnapshotUID, tpl.Status.Reason, tpl.Status.Message = "", string(env.Reason), env.Message
 		tpl.Status.Failure = failureOf(env)
 		var p puts
 		p.add(tpl.Put())
@@ -321,7 +332,9 @@ func (e *Engine) retireSnapshot(ctx context.Context, t *task, u string) error {
 			if err != nil || snap.Status.Phase == snapshot.Deleting {
 				return catalog.Commit{}, orNothing(err)
 			}
-			snap.Status.Phase = snapshot.Deleting
+			if err := enterSnapshot(snap, snapshot.Deleting); err != nil {
+				return catalog.Commit{}, err
+			}
 			put, err := snap.Put()
 			return catalog.Commit{Puts: []catalog.Put{put}, Checks: []catalog.Check{catalog.Unreferenced(key)}}, err
 		})
@@ -360,7 +373,10 @@ func (e *Engine) DeleteTemplate(ctx context.Context, c Call, req Delete) (*Opera
 		}
 		op.Plan.Target, op.Plan.SnapshotUID = tpl.UID, tpl.Golden
 		op.Plan.Copies = []Copy{{SandboxUID: tpl.Builder}}
-		tpl.Status.Phase, tpl.Status.SnapshotUID = warm.Deleting, ""
+		if err := enterTemplate(tpl, warm.Deleting); err != nil {
+			return writes{}, err
+		}
+		tpl.Status.SnapshotUID = ""
 		put, err := tpl.Put()
 		w.puts = []catalog.Put{put}
 		return w, err

@@ -79,7 +79,7 @@ func (e *Engine) makeRoom(ctx context.Context, t *task, sb *records.Sandbox) err
 		return err
 	}
 	committed, err := e.changeSandbox(ctx, sb.Tenant, sb.UID, func(sb *records.Sandbox) ([]catalog.Put, error) {
-		if sb.Status.Phase != sandbox.Hibernated || !e.move(sb, sandbox.Resuming, "", "") {
+		if sb.Status.Phase != sandbox.Hibernated || !take(sb, sandbox.Resuming, "", "") {
 			return nil, errNothing
 		}
 		return nil, nil
@@ -106,7 +106,7 @@ func (e *Engine) failedTurn(ctx context.Context, t *task, failure error) error {
 		if err != nil && !errs.Has(err, errs.ObjectNotFound) {
 			return catalog.Commit{}, err
 		}
-		if err == nil && op.Kind == KindResumeSandbox && sb.Status.Phase == sandbox.Resuming && e.move(sb, sandbox.Hibernated, "", "") {
+		if err == nil && op.Kind == KindResumeSandbox && sb.Status.Phase == sandbox.Resuming && take(sb, sandbox.Hibernated, "", "") {
 			p.add(sb.Put())
 		}
 		if err == nil {

@@ -32,7 +32,10 @@ func (e *Engine) CreateVolume(ctx context.Context, c Call, req CreateVolume) (*O
 		req.Spec.Access = volume.Exclusive
 	}
 	return e.submit(ctx, c, KindCreateVolume, req, nil, func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
-		v := newVolume(op, req.Name, req.Labels, req.Spec)
+		v, err := newVolume(op, req.Name, req.Labels, req.Spec)
+		if err != nil {
+			return writes{}, err
+		}
 		if req.Spec.SourceVolumeUID != "" {
 			src, err := e.volumeFor(ctx, r, op.Tenant, "spec.source_volume_uid", req.Spec.SourceVolumeUID)
 			if err != nil {
@@ -58,12 +61,11 @@ func (e *Engine) CreateVolume(ctx context.Context, c Call, req CreateVolume) (*O
 	})
 }
 
-func newVolume(op *Operation, name string, labels map[string]string, spec volume.Spec) *records.Volume {
+func newVolume(op *Operation, name string, labels map[string]string, spec volume.Spec) (*records.Volume, error) {
 	v := new(records.Volume)
 	v.UID, v.Tenant, v.Name, v.Labels = uid.New(), op.Tenant, name, labels
 	v.Generation, v.Created, v.OperationID, v.Spec = 1, op.Created, op.ID, spec
-	v.Status.Phase = volume.Creating
-	return v
+	return v, enterVolume(v, volume.Creating)
 }
 
 // exclusiveHolder is the sandbox that holds the volume for writing, or "".
@@ -135,7 +137,7 @@ func (e *Engine) makeVolume(ctx context.Context, t *task, u string, fin func(*Op
 			if err != nil {
 				return err
 			}
-			if err := e.changeVolume(ctx, e.owner(), t, u, func(v *records.Volume) { v.Status.Node = node }, nil); err != nil {
+			if err := e.changeVolume(ctx, e.owner(), t, u, func(v *records.Volume) error { v.Status.Node = node; return nil }, nil); err != nil {
 				return err
 			}
 		default:
@@ -182,8 +184,9 @@ func (e *Engine) volumeOnNode(ctx context.Context, t *task, v *records.Volume, f
 		}
 	}
 	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: v.Status.Node, Session: session}
-	return e.changeVolume(ctx, owner, t, v.UID, func(v *records.Volume) {
-		v.Status.Phase, v.Status.UsageBytes = volume.Ready, usage
+	return e.changeVolume(ctx, owner, t, v.UID, func(v *records.Volume) error {
+		v.Status.UsageBytes = usage
+		return enterVolume(v, volume.Ready)
 	}, fin)
 }
 
@@ -215,7 +218,7 @@ func (e *Engine) writerOf(ctx context.Context, v *records.Volume) (freeze string
 }
 
 // changeVolume commits a change of a volume that is being made.
-func (e *Engine) changeVolume(ctx context.Context, owner fence.Owner, t *task, u string, change func(*records.Volume), fin func(*Operation, *records.Volume) (catalog.Put, error)) error {
+func (e *Engine) changeVolume(ctx context.Context, owner fence.Owner, t *task, u string, change func(*records.Volume) error, fin func(*Operation, *records.Volume) (catalog.Put, error)) error {
 	_, err := e.commit(ctx, func(ctx context.Context, r catalog.Reader) (catalog.Commit, error) {
 		rec, err := r.Get(ctx, records.VolumeKey(t.op.Tenant, u))
 		if err != nil {
@@ -225,7 +228,9 @@ func (e *Engine) changeVolume(ctx context.Context, owner fence.Owner, t *task, u
 		if err != nil || v.Status.Phase != volume.Creating {
 			return catalog.Commit{}, orNothing(err)
 		}
-		change(v)
+		if err := change(v); err != nil {
+			return catalog.Commit{}, err
+		}
 		var p puts
 		p.add(v.Put())
 		if fin != nil {

@@ -140,7 +140,7 @@ func (q crashingQueue) Publish(ctx context.Context, build func(context.Context, 
 	if err := q.w.boundary(ctx); err != nil {
 		return catalog.Result{}, err
 	}
-	r, err := q.Queue.Publish(ctx, build)
+	r, err := q.Queue.Publish(ctx, q.w.watchPhases(build))
 	if crash := q.w.boundary(ctx); crash != nil {
 		return catalog.Result{}, crash
 	}
