@@ -171,7 +171,11 @@ func (nothing) Placements(context.Context, string) ([]*records.Sandbox, error) {
 	return nil, catalog.Refusal(errs.CatalogRewound)
 }
 
-func (nothing) Judge(context.Context, []catalog.Key) (map[catalog.Key]operations.Verdict, error) {
+func (nothing) Moment(context.Context) (uint64, error) {
+	return 0, catalog.Refusal(errs.CatalogRewound)
+}
+
+func (nothing) Judge(context.Context, uint64, []catalog.Key) (map[catalog.Key]operations.Verdict, error) {
 	return nil, catalog.Refusal(errs.CatalogRewound)
 }
 

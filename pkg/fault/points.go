@@ -76,6 +76,8 @@ func Agentd() []string {
 		// The start of agentd: what is recorded, against what is there.
 		around("recover", "images", "volumes", "artefacts", "reconcile"),
 		after("recover", "snapshot", "sandbox", "resume"),
+		// One thing that the doctor removes.
+		around("doctor", "fix"),
 	)
 }
 
@@ -89,6 +91,10 @@ func Coordinator() []string {
 		// A catalog that came back older: suspended, put right record by record, taken into service.
 		around("catalog", "suspend", "resume"),
 		around("repair", "commit"),
+		// What a node still has although it was deleted: suspected, proven, removed by the node, and said.
+		after("orphan", "suspect", "proof"),
+		around("orphan", "remove"),
+		after("orphan", "event"),
 		// A backup that is put into an empty catalog.
 		around("restore", "begin", "records", "end"),
 		[]string{"operation.reply.before", "term.lead.after", "term.load.after"},

@@ -6,6 +6,9 @@
 //   - the doctor of the node finds nothing, and once the operation's objects are deleted the node has
 //     exactly what it had before.
 //
+// What has no record meets the same: a node that came back with an older disk has what was deleted since, and a daemon dies while that is suspected, proven and
+// removed (orphans_test.go).
+//
 // A deletion is also made to meet each step of a start, a restore and a checkpoint: the daemon stands still at the
 // point until the deletion was accepted.
 //

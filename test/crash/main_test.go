@@ -132,9 +132,9 @@ func start(t testing.TB) (err error) {
 	return err
 }
 
-// patient has whoever waits for a node that is being started again wait long enough.
+// patient has whoever waits for a node that is being started again wait long enough. Orphans are looked for all the time.
 func patient(ctx context.Context, c *cluster.Cluster) error {
-	return configure(ctx, c, "heartbeat: 500ms", "heartbeat: 500ms\n    placement_wait: 2m")
+	return configure(ctx, c, "heartbeat: 500ms", "heartbeat: 500ms\n    placement_wait: 2m\n    orphans_every: 1s\n    orphan_grace: 100ms")
 }
 
 // configure restarts the coordinator with another configuration.

@@ -103,7 +103,7 @@ func matrix() []row {
 	for _, p := range of("session.", "recover.images", "recover.volumes", "recover.artefacts", "recover.reconcile", "recover.sandbox") {
 		all = append(all, row{name: "boot", daemon: agentd, do: nothing, points: []string{p}, boot: true})
 	}
-	return append(all, coordinatorRows()...)
+	return slices.Concat(all, coordinatorRows(), orphanRows())
 }
 
 func coordinatorRows() []row {

@@ -206,6 +206,12 @@ func (w *world) sweep() {
 	keep := map[string]bool{w.survivor.UID: true, w.snapshot.UID: true, w.volume.UID: true, w.loose.UID: true}
 	w.disarm(agentd)
 	w.disarm(coordinator)
+	w.ctx = ctx
+	for _, daemon := range []string{coordinator, agentd} {
+		if !w.Running(daemon) {
+			w.restart(daemon)
+		}
+	}
 	err := w.deleteAll(ctx, keep)
 	if err != nil {
 		w.Logf("sweep: %v", err)

@@ -13,6 +13,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 )
 
@@ -189,7 +190,9 @@ func Examine(ctx context.Context, s Sources, p Purger, req Request) (_ []Result,
 		}
 		err, done := tried[f.Name]
 		if !done || f.Kind == OrphanStaging {
+			fault.At("doctor.fix.before")
 			err = s.fix(ctx, p, f)
+			fault.At("doctor.fix.after")
 			tried[f.Name] = err
 		}
 		results[i].Err = err

@@ -2,6 +2,7 @@ package operations_test
 
 import (
 	"context"
+	"math"
 	"slices"
 	"testing"
 
@@ -69,7 +70,7 @@ func (w *world) stillOwns(t *testing.T, e *term, snap, v string) {
 	if !slices.ContainsFunc(rec.Refs, func(r catalog.Ref) bool { return r.Target == records.VolumeKey(tenant, v) }) {
 		t.Fatalf("it refers to %v, not to its volume", rec.Refs)
 	}
-	if verdict := must(e.Judge(ctx, []catalog.Key{key}))(t)[key]; verdict != operations.Owned {
+	if verdict := must(e.Judge(ctx, math.MaxUint64, []catalog.Key{key}))(t)[key]; verdict != operations.Owned {
 		t.Fatalf("its artefact is taken for an orphan: %s", verdict)
 	}
 	_, err := e.DeleteVolume(ctx, call(""), operations.Delete{UID: v})

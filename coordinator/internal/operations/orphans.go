@@ -2,9 +2,11 @@ package operations
 
 import (
 	"context"
+	"math"
 
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 )
@@ -14,7 +16,7 @@ type Verdict string
 
 // The verdicts. The zero Verdict is no verdict, and nothing may be done on it.
 const (
-	// Owned has a record, in whatever phase: what is Deleting still owns its artefact.
+	// Owned has a record, in whatever phase: what is Deleting still owns its artefact. Or it had one when the node was read.
 	Owned Verdict = "owned"
 	// Deleted has a tombstone: uids are never used again, so it stays deleted.
 	Deleted Verdict = "deleted"
@@ -22,9 +24,19 @@ const (
 	Unproven Verdict = "unproven"
 )
 
-// Judge tells of up to catalog.MaxPage keys what the catalog says. All of it, or an error: a catalog that cannot be read,
-// or is suspended because it lost something, says nothing.
-func (e *Engine) Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key]Verdict, error) {
+// Moment is the newest commit, for Judge: to be asked for before a node is read.
+func (e *Engine) Moment(ctx context.Context) (seq uint64, err error) {
+	st, err := e.cfg.Catalog.Status(ctx)
+	if err == nil && st.Suspended != nil {
+		err = catalog.Refusal(errs.CatalogRewound)
+	}
+	return st.Seq, err
+}
+
+// Judge tells of up to catalog.MaxPage keys, which a node had after the moment, what the catalog says. All of it, or an error: a catalog that
+// cannot be read, or is suspended because it lost something, says nothing. What was deleted after the moment may have been there when the node was read, and gone
+// in its turn since: it was owned then, and if it is still there the next look finds it.
+func (e *Engine) Judge(ctx context.Context, moment uint64, keys []catalog.Key) (map[catalog.Key]Verdict, error) {
 	living, err := e.cfg.Catalog.Living(ctx, keys)
 	if err != nil {
 		return nil, err
@@ -35,8 +47,10 @@ func (e *Engine) Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key
 			verdicts[key] = Owned
 			continue
 		}
-		_, err := e.cfg.Catalog.Tombstone(ctx, key)
+		tomb, err := e.cfg.Catalog.Tombstone(ctx, key)
 		switch {
+		case err == nil && tomb.Seq > moment:
+			verdicts[key] = Owned
 		case err == nil:
 			verdicts[key] = Deleted
 		case errs.Has(err, errs.ObjectNotFound):
@@ -48,11 +62,7 @@ func (e *Engine) Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key
 	if len(living) == len(keys) {
 		return verdicts, nil
 	}
-	st, err := e.cfg.Catalog.Status(ctx)
-	if err == nil && st.Suspended != nil {
-		err = catalog.Refusal(errs.CatalogRewound)
-	}
-	if err != nil {
+	if _, err := e.Moment(ctx); err != nil {
 		return nil, err
 	}
 	return verdicts, nil
@@ -65,7 +75,7 @@ func (e *Engine) Confirms(ctx context.Context, key catalog.Key, p catalog.Point)
 	if err != nil || relation != catalog.Part {
 		return false, err
 	}
-	verdicts, err := e.Judge(ctx, []catalog.Key{key})
+	verdicts, err := e.Judge(ctx, math.MaxUint64, []catalog.Key{key})
 	return err == nil && verdicts[key] != Owned, err
 }
 
@@ -79,6 +89,7 @@ func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (
 	defer leave()
 	// A new id each time: the answer to an earlier removal says nothing of what is there now.
 	c := Command{ID: "orphan/" + uid.New(), Tenant: key.Tenant}
+	fault.At("orphan.remove.before")
 	switch key.Kind {
 	case catalog.KindSandbox:
 		session, err = e.cfg.Agents.DeleteSandbox(ctx, node, c, key.UID)
@@ -90,6 +101,7 @@ func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (
 	if err != nil {
 		return session, err
 	}
+	fault.At("orphan.remove.after")
 	_, err = e.publish(ctx, func(context.Context, catalog.Reader) (catalog.Commit, error) {
 		ev, err := e.event(key, "OrphanRemoved", "it was deleted, and node "+node+" still held it", true)
 		return catalog.Commit{Puts: []catalog.Put{ev}}, err
@@ -97,5 +109,6 @@ func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (
 	if err != nil {
 		e.log.Warn("the removal of an orphan has no event", "node", node, "kind", key.Kind, "uid", key.UID, "error", err)
 	}
+	fault.At("orphan.event.after")
 	return session, nil
 }

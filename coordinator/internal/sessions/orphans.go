@@ -10,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/coordinator/internal/records"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
 
@@ -23,7 +24,8 @@ import (
 //	           catalog has: it is removed when two looks of one session found it so, at least OrphanGrace apart
 //	unproven   neither: it is left alone, counted and shown
 //
-// A look reads the inventory before the records, since a record is made before what it names. One that could not read the inventory or the
+// A look reads the inventory before the records, since a record is made before what it names. What is deleted while it reads is owned still: its
+// operation removes it. One that could not read the inventory or the
 // catalog ends there, and nothing more is removed: what cannot be read is never empty. A journal that cannot be read proves nothing in that look,
 // which comes again; what has a tombstone goes all the same. What is
 // removed is removed by the node itself, which writes down its intent first; a crash between any two steps leaves the rest to the
@@ -40,6 +42,7 @@ const (
 
 // look is one look at what a node holds.
 type look struct {
+	moment               uint64 // when it began
 	removed, held, asked int
 	names                []string
 	suspects             map[catalog.Key]time.Time
@@ -55,7 +58,10 @@ func (l *look) leave(name string) {
 // look looks once for orphans of the session's node.
 func (r *Registry) look(s *session) error {
 	l := look{suspects: make(map[catalog.Key]time.Time)}
-	err := r.inventory(s, func(inv *nodev1.GetInventoryResponse) error { return r.sift(s, inv, &l) })
+	var err error
+	if l.moment, err = s.term.work.Moment(s.ctx); err == nil {
+		err = r.inventory(s, func(inv *nodev1.GetInventoryResponse) error { return r.sift(s, inv, &l) })
+	}
 	if err == nil {
 		err = l.unread
 	}
@@ -103,7 +109,7 @@ func (r *Registry) sift(s *session, inv *nodev1.GetInventoryResponse, l *look) e
 		add(records.VolumeKey(o.GetTenant(), o.GetUid()))
 	}
 	for chunk := range slices.Chunk(keys, catalog.MaxPage) {
-		verdicts, err := s.term.work.Judge(s.ctx, chunk)
+		verdicts, err := s.term.work.Judge(s.ctx, l.moment, chunk)
 		if err != nil {
 			return err
 		}
@@ -129,6 +135,7 @@ func (r *Registry) settle(s *session, key catalog.Key, v operations.Verdict, l *
 		l.leave(key.UID)
 		return nil
 	}
+	fault.At("orphan.proof.after")
 	s.log.Warn("the node still holds what was deleted; it is told to remove it", "kind", key.Kind, "uid", key.UID)
 	ctx, cancel := context.WithTimeout(s.ctx, dropTime)
 	defer cancel()
@@ -174,6 +181,9 @@ func (r *Registry) traced(s *session, key catalog.Key, l *look) (bool, error) {
 		first = time.Now()
 	}
 	l.suspects[key] = first
+	if !before {
+		fault.At("orphan.suspect.after")
+	}
 	return before && time.Since(first) >= r.cfg.OrphanGrace, nil
 }
 

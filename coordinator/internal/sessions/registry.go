@@ -54,7 +54,8 @@ type Work interface {
 	Observe(ctx context.Context, node string, o operations.Observation) error
 	Lost(ctx context.Context, node string, session fence.Epoch, tenant, uid string, revision uint64) error
 	Placements(ctx context.Context, node string) ([]*records.Sandbox, error)
-	Judge(ctx context.Context, keys []catalog.Key) (map[catalog.Key]operations.Verdict, error)
+	Moment(ctx context.Context) (seq uint64, err error)
+	Judge(ctx context.Context, moment uint64, keys []catalog.Key) (map[catalog.Key]operations.Verdict, error)
 	Confirms(ctx context.Context, key catalog.Key, deletedBy catalog.Point) (bool, error)
 	DropOrphan(ctx context.Context, node string, key catalog.Key) (fence.Epoch, error)
 	Placed(node string) placement.Resources
