@@ -68,7 +68,7 @@ func TestRealSandbox(t *testing.T) {
 	}
 	ask := func(sandbox, want string) string {
 		t.Helper()
-		if out, code := b.sh(sandbox, "echo > /tmp/ask"); code != 0 {
+		if out, code := b.sh(sandbox, "until [ -p /tmp/ask ]; do sleep 0.01; done; echo > /tmp/ask"); code != 0 {
 			t.Fatalf("ask: %q %d", out, code)
 		}
 		var last string

@@ -225,7 +225,7 @@ func TestAccessFailover(t *testing.T) {
 	w := enter(t)
 	w.ok(w.StartStandbyReady(w.ctx))
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		ctx, cancel := context.WithTimeout(context.Background(), bound)
 		defer cancel()
 		if err := w.StopStandby(ctx); err != nil {
 			t.Error(err)
@@ -425,7 +425,7 @@ func TestWakeThroughAStandby(t *testing.T) {
 	w := enter(t)
 	w.ok(w.StartStandbyReady(w.ctx))
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		ctx, cancel := context.WithTimeout(context.Background(), bound)
 		defer cancel()
 		if err := w.StopStandby(ctx); err != nil {
 			t.Error(err)

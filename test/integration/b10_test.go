@@ -2,7 +2,6 @@ package integration
 
 import (
 	"context"
-	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -31,12 +30,7 @@ func TestB10RestoreWithoutItsImage(t *testing.T) {
 	spec := w.spec("sh", "-c", "echo written > /tmp/file; exec sleep 100000")
 	spec.Image, spec.NodeSelector = ref, map[string]string{"zone": "z1"}
 	source := w.create(spec)
-	w.await("the command has written", func() error {
-		if got := w.sh(source, "cat /tmp/file"); got != "written" {
-			return fmt.Errorf("%q", got)
-		}
-		return nil
-	})
+	w.until("the command has written", source, "cat /tmp/file", "written")
 	snap := w.checkpoint(source)
 	file := w.erofsFile(snap)
 	w.ok(source.Delete(w.ctx, ""))

@@ -3,7 +3,6 @@ package integration
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -58,12 +57,7 @@ func TestC24CoordinatorKilledDuringCreate(t *testing.T) {
 	s, err := w.api.CreateSandbox(w.ctx, req)
 	w.ok(err)
 	w.succeeded(req.OperationId, s.UID)
-	w.await("the command has begun, once", func() error {
-		if got := w.sh(s, "cat /tmp/begun"); got != "begun" {
-			return fmt.Errorf("%q", got)
-		}
-		return nil
-	})
+	w.until("the command has begun, once", s, "cat /tmp/begun", "begun")
 	if n := number(client.Collect(w.api.ListSandboxes(w.ctx, &dormousev1.ListSandboxesRequest{}))); n != 1 {
 		t.Errorf("%d sandboxes", n)
 	}

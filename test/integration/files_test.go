@@ -328,17 +328,10 @@ func TestFilesAcrossAgentdKill(t *testing.T) {
 		wrote <- err
 	}()
 	<-reached
-	if n := w.sh(s, "ps | grep -c '[g]uestbulk'"); n != "1" {
-		t.Errorf("%s helpers during the transfer", n)
-	}
+	w.until("there is one helper during the transfer", s, "ps | grep -c '[g]uestbulk'", "1")
 	w.ok(w.KillAgentd(w.ctx, w.nodeOf(s)))
 	w.ok(w.StartAgentdReady(w.ctx, w.nodeOf(s)))
-	w.await("no helper is left", func() error {
-		if n := w.sh(s, "ps | grep -c '[g]uestbulk' || true"); n != "0" {
-			return fmt.Errorf("%s helpers", n)
-		}
-		return nil
-	})
+	w.until("no helper is left", s, "ps | grep -c '[g]uestbulk' || true", "0")
 	close(src.resume)
 	w.ok(<-wrote)
 	if left := w.sh(s, "ls -A /root"); left != "file" {
@@ -459,12 +452,7 @@ func TestFilesLeftByUploads(t *testing.T) {
 		wrote <- err
 	}()
 	<-reached
-	w.await("the upload's hidden file", func() error {
-		if got := w.sh(s, "ls -A /root | grep -c 'slow.*dormouse-part$'"); got != "1" {
-			return fmt.Errorf("%s files", got)
-		}
-		return nil
-	})
+	w.until("the upload has its hidden file", s, "ls -A /root | grep -c 'slow.*dormouse-part$'", "1")
 	w.sh(s, `cd /root && echo half >.left.an-id.dormouse-part && echo half >.new.an-id.dormouse-part && touch -d '2001-01-01 00:00:00' .left* .slow*`)
 	_, err := s.Files().Write(w.ctx, "/root/other", strings.NewReader("other"), client.WriteOptions{})
 	w.ok(err)

@@ -42,8 +42,14 @@ func (w *world) is(s *client.Sandbox, want dormousev1.SandboxPhase) {
 	}
 }
 
-// counting is a program that counts in memory and in a file.
-const counting = `i=0; while :; do i=$((i+1)); echo $i >/tmp/n; usleep 10000; done`
+// counting is a program that counts in memory and in a file, which is there with a number or not at all.
+const counting = `i=0; while :; do i=$((i+1)); echo $i >/tmp/n.new; mv /tmp/n.new /tmp/n; usleep 10000; done`
+
+// pid waits until a command that writes its pid down has done so.
+func (w *world) pid(s *client.Sandbox) {
+	w.Helper()
+	w.until("its pid is known", s, "test -s /tmp/pid && echo known", "known")
+}
 
 // TestB08EditsPersistOverPauses: pause, resume, edit, five times.
 func TestB08EditsPersistOverPauses(t *testing.T) {
@@ -150,6 +156,7 @@ func TestB14OneGenerationOfArtefact(t *testing.T) {
 	s := w.create(spec)
 	node := w.nodeOf(s)
 	host := w.sh(s, "hostname")
+	w.pid(s)
 	for i := range 8 {
 		w.ok(s.Pause(w.ctx, ""))
 		w.ok(s.Hibernate(w.ctx, ""))
@@ -195,6 +202,7 @@ func TestAHibernatedSandboxOutlivesItsAgentd(t *testing.T) {
 		}
 		return err
 	})
+	w.until("it has read that", s, "test -p /tmp/q && echo yes", "yes")
 	w.sh(s, "rm /dev/shm/me")
 	id := uid.New()
 	w.ok(s.Hibernate(w.ctx, id))
@@ -227,6 +235,7 @@ func TestB11TheFreezeOfALargeSandbox(t *testing.T) {
 	spec := w.spec("sh", "-c", counting)
 	spec.Resources.DiskLimitBytes = 1200 * mib // the writable layer is memory, which the node adds to the limit
 	s := w.create(spec)
+	w.until("it counts", s, "test -s /tmp/n && echo yes", "yes")
 	w.sh(s, "dd if=/dev/urandom of=/root/some bs=1M count=64 2>/dev/null; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16; do cat /root/some; done >/root/dirty")
 	snap := w.checkpoint(s)
 	freeze, size := snap.Last.GetStatus().GetFreeze().AsDuration(), snap.Last.GetStatus().GetSizeBytes()
@@ -274,6 +283,7 @@ func TestWakeOnUse(t *testing.T) {
 	w := enter(t)
 	spec := w.spec("sh", "-c", "echo $$ >/tmp/pid; "+counting)
 	s := w.create(spec)
+	w.pid(s)
 	w.ok(s.Pause(w.ctx, ""))
 	_, err := cluster.Exec(w.ctx, s, "true")
 	w.refused(err, errs.SandboxPaused)

@@ -11,6 +11,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+	"github.com/dormouse-run/dormouse/test/cluster"
 )
 
 // The guest sees the memory that its control group has: the user's limit, the private layer's and the
@@ -100,10 +101,11 @@ func TestB26DiskLimit(t *testing.T) {
 // More memory than there is ends the sandbox, with the reason, and with nothing left on the node.
 func TestB26OutOfMemory(t *testing.T) {
 	w := enter(t)
-	spec := w.spec("tail", "/dev/zero")
+	spec := w.spec("sh", "-c", "mkfifo /tmp/go; read word </tmp/go; exec tail /dev/zero") // its start is answered before it ends its sandbox
 	spec.Resources.MemoryLimitBytes, spec.Resources.DiskLimitBytes = 32*mib, 16*mib
 	s, err := w.api.CreateSandbox(w.ctx, &dormousev1.CreateSandboxRequest{Spec: spec})
 	w.ok(err)
+	_, _ = cluster.Exec(w.ctx, s, "sh", "-c", "until [ -p /tmp/go ]; do sleep 0.01; done; echo go >/tmp/go") // it may not be answered
 	w.ok(s.Await(w.ctx, func(s *dormousev1.Sandbox) bool {
 		ph := s.GetStatus().GetPhase()
 		return ph == dormousev1.SandboxPhase_SANDBOX_PHASE_FAILED || ph == dormousev1.SandboxPhase_SANDBOX_PHASE_STOPPED

@@ -96,9 +96,7 @@ func TestC06RedisKilledDuringCreate(t *testing.T) {
 	if len(all) != 1 || all[0].GetMeta().GetUid() != s.UID || all[0].GetStatus().GetPhase() != dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING {
 		t.Errorf("sandboxes: %v", all)
 	}
-	if got := w.sh(s, "cat /tmp/begun"); got != "begun" {
-		t.Errorf("the command ran %q", got)
-	}
+	w.until("the command ran once", s, "cat /tmp/begun", "begun")
 	w.succeeded(req.OperationId, s.UID)
 }
 

@@ -94,12 +94,7 @@ func TestB18KilledAfterStart(t *testing.T) {
 		if ph := s.Last.GetStatus().GetPhase(); ph != dormousev1.SandboxPhase_SANDBOX_PHASE_RUNNING {
 			t.Errorf("the sandbox is %s", ph)
 		}
-		w.await("the command has begun, once", func() error {
-			if got := w.sh(s, "cat /tmp/begun"); got != "begun" {
-				return fmt.Errorf("%q", got)
-			}
-			return nil
-		})
+		w.until("the command has begun, once", s, "cat /tmp/begun", "begun")
 		w.ok(s.Delete(w.ctx, ""))
 	}
 }

@@ -21,7 +21,7 @@ func TestSecretEnvironment(t *testing.T) {
 	w := enter(t)
 	secret := cluster.NewPassword()
 	req := &dormousev1.CreateSandboxRequest{OperationId: uid.New(), SecretEnv: map[string]string{"TOKEN": secret},
-		Spec: w.spec("sh", "-c", `[ -n "$TOKEN" ] && echo -n "$TOKEN" | md5sum > /tmp/sum; exec sleep 100000`)}
+		Spec: w.spec("sh", "-c", `[ -n "$TOKEN" ] && echo -n "$TOKEN" | md5sum > /tmp/new && mv /tmp/new /tmp/sum; exec sleep 100000`)}
 	s, err := w.api.CreateSandbox(w.ctx, req)
 	w.ok(err)
 	sum := w.sh(s, "echo -n '"+secret+"' | md5sum")

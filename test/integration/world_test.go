@@ -269,6 +269,19 @@ func (w *world) sh(s *client.Sandbox, script string) string {
 	return strings.TrimRight(string(out), "\n")
 }
 
+// until repeats a shell command in a sandbox until it succeeds and its output, without the last newline, is what is wanted: what the sandbox's own
+// command does is not done yet when its start is answered.
+func (w *world) until(what string, s *client.Sandbox, script, want string) {
+	w.Helper()
+	w.await(what, func() error {
+		out, err := cluster.Exec(w.ctx, s, "sh", "-c", script)
+		if got := strings.TrimRight(string(out), "\n"); err == nil && got != want {
+			err = fmt.Errorf("%s says %q, not %q", script, got, want)
+		}
+		return err
+	})
+}
+
 func mount(v *client.Volume, path string) *dormousev1.VolumeMount {
 	return &dormousev1.VolumeMount{VolumeUid: v.UID, Path: path}
 }
