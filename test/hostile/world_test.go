@@ -142,6 +142,12 @@ func (w *world) leave() {
 		w.note(gone(w.api.Volume(v.GetMeta().GetUid()).Delete(ctx, "")))
 	}
 	found, err := w.Doctor(ctx, 1)
+	tick := time.NewTicker(200 * time.Millisecond)
+	defer tick.Stop()
+	for looks := 0; looks < 300 && err == nil && len(found) > 0; looks++ { // what is being removed is no leftover yet
+		<-tick.C
+		found, err = w.Doctor(ctx, 1)
+	}
 	w.note(err)
 	for _, f := range found {
 		w.Errorf("the doctor finds %s %s: recorded %s, observed %s", f.GetKind(), f.GetName(), f.GetRecorded(), f.GetObserved())

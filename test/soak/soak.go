@@ -54,8 +54,9 @@ func PushImage(ctx context.Context, c *cluster.Cluster) (string, error) {
 
 // Options of a run.
 type Options struct {
-	// Duration of the random part.
+	// Duration of the random part. It goes on until each of the moves Least was made, which on a slow machine may be later.
 	Duration time.Duration
+	Least    []string
 	// Sandboxes is how many there are at most.
 	Sandboxes int
 	// Workers is how many operations are asked for at once.
@@ -128,24 +129,48 @@ func Run(ctx context.Context, c *cluster.Cluster, api *client.Client, opts Optio
 		report: Report{Seed: opts.Seed, Moves: map[string]int{}, Kills: map[string]int{}},
 	}
 	began := time.Now()
-	random, cancel := context.WithTimeout(ctx, opts.Duration)
+	random, cancel := context.WithCancel(ctx)
 	defer cancel()
 	s.failed = cancel
-	var wg sync.WaitGroup
+	var workers, killer sync.WaitGroup
 	for range opts.Workers {
-		wg.Go(func() {
-			for random.Err() == nil {
+		workers.Go(func() {
+			for random.Err() == nil && (time.Since(began) < opts.Duration || !s.made(opts.Least)) {
 				s.move(ctx)
 			}
 		})
 	}
 	if opts.KillEvery > 0 {
-		wg.Go(func() { s.kill(ctx, random) })
+		killer.Go(func() { s.kill(ctx, random) })
 	}
-	wg.Wait()
+	workers.Wait()
+	cancel()
+	killer.Wait()
 	err := s.end(ctx)
 	s.report.Took = time.Since(began)
 	return s.report, err
+}
+
+// healthy waits until the doctor of a node finds nothing: what is being removed is no leftover yet.
+func (s *soak) healthy(ctx context.Context, node int) error {
+	for {
+		found, err := s.c.Doctor(ctx, node)
+		if err == nil && len(found) == 0 {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("the doctor of %s finds %v (%w)", stack.NodeName(node), found, err)
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+// made tells whether each of the moves was made.
+func (s *soak) made(moves []string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !slices.ContainsFunc(moves, func(m string) bool { return s.report.Moves[m] == 0 })
 }
 
 // intn is a choice.
@@ -232,12 +257,8 @@ func (s *soak) end(ctx context.Context) error {
 		s.fail("left in the catalog: %v %v %v", boxes, snaps, volumes)
 	}
 	for i := 1; i <= s.c.Nodes; i++ {
-		found, err := s.c.Doctor(ctx, i)
-		if err != nil {
-			return err
-		}
-		if len(found) > 0 {
-			s.fail("the doctor of %s finds %v", stack.NodeName(i), found)
+		if err := s.healthy(ctx, i); err != nil {
+			s.fail("%v", err)
 		}
 	}
 	return nil

@@ -33,8 +33,9 @@ func TestSoak(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	least := []string{"create", "ask", "delete"}
 	report, err := Run(ctx, c, c.Client, Options{
-		Duration: 20 * time.Second, Sandboxes: 8, Workers: 4, KillEvery: 5 * time.Second,
+		Duration: 20 * time.Second, Least: least, Sandboxes: 8, Workers: 4, KillEvery: 5 * time.Second,
 		Seed: uint64(time.Now().Unix()), Image: image, Logf: t.Logf, //nolint:gosec // a seed
 	})
 	if err != nil {
@@ -44,7 +45,7 @@ func TestSoak(t *testing.T) {
 	if len(report.Failures) > 0 {
 		t.Fail()
 	}
-	for _, must := range []string{"create", "ask", "delete"} {
+	for _, must := range least {
 		if report.Moves[must] == 0 {
 			t.Errorf("nothing of %s was done", must)
 		}
