@@ -2,7 +2,6 @@ package integration
 
 import (
 	"context"
-	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -33,13 +32,7 @@ func TestC12NodeAwayWhileASnapshotIsDeleted(t *testing.T) {
 			w.ok(w.StartAgentdReady(context.Background(), 1))
 		}
 	})
-	w.await("node 1 is away", func() error {
-		node, err := w.Client.GetNode(w.ctx, "node-1")
-		if err == nil && node.GetOnline() {
-			err = fmt.Errorf("it is online")
-		}
-		return err
-	})
+	w.away(1)
 	short, leave := context.WithCancel(w.ctx)
 	defer leave()
 	snapshots := dormousev1.NewSnapshotServiceClient(w.raw(w.key))

@@ -271,6 +271,7 @@ func TestB12DeleteInEveryPhase(t *testing.T) {
 		spec := w.spec()
 		spec.NodeSelector = map[string]string{"zone": "z2"}
 		w.ok(w.KillAgentd(w.ctx, 2))
+		w.away(2)
 		u := w.whileMaking(dormousev1.SandboxPhase_SANDBOX_PHASE_PENDING, func(ctx context.Context) error {
 			_, err := w.api.CreateSandbox(ctx, &dormousev1.CreateSandboxRequest{Spec: spec})
 			return err

@@ -20,6 +20,7 @@ import (
 	"github.com/dormouse-run/dormouse/test/cluster"
 	"github.com/dormouse-run/dormouse/test/fabric"
 	"github.com/dormouse-run/dormouse/test/images"
+	"github.com/dormouse-run/dormouse/test/stack"
 )
 
 const mib = 1 << 20
@@ -418,6 +419,18 @@ func (w *world) nodesOnline() {
 			return fmt.Errorf("%d of %d nodes are online", online, w.Nodes)
 		}
 		return nil
+	})
+}
+
+// away waits until the coordinator knows that a node's agentd is gone: until then it may still ask it for something.
+func (w *world) away(node int) {
+	w.Helper()
+	w.await("the node is away", func() error {
+		n, err := w.Client.GetNode(w.ctx, stack.NodeName(node))
+		if err == nil && n.GetOnline() {
+			err = errors.New("it is online")
+		}
+		return err
 	})
 }
 

@@ -81,7 +81,7 @@ func TestB18_TurnOnItsWayIsWaitedFor(t *testing.T) {
 	lock, err := n.d.lockState(bounded(t), cfg.ID)
 	must(t, err)
 	must(t, n.d.intendTurn(cfg.ID, halt))
-	gone, end := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	gone, end := context.WithTimeout(t.Context(), time.Second) // it is sent by then
 	defer end()
 	if err := n.d.call(gone, cfg.ID, halt.method, struct{}{}, &struct{}{}, lock.fd); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("a sandbox that is stopped answered: %v", err)
