@@ -35,6 +35,15 @@ func (a doorway) Enter(ctx context.Context, uid string, request, expect int64) e
 	return a.Room.Enter(ctx, uid, room.Need{Request: request, Expect: expect})
 }
 
+// Spare implements runner.Room. Nothing is to spare where that cannot be told.
+func (a doorway) Spare() int64 {
+	f, err := a.Figures()
+	if err != nil {
+		return 0
+	}
+	return f.Available - f.Reserve
+}
+
 // openRoom makes the room, and puts into it what is on the node.
 func (a *App) openRoom() error {
 	a.room = room.New(room.Options{Source: figures{a.groups}, Limit: int64(a.cfg.Limits.Memory), Reserve: int64(a.cfg.Reserve.Memory), Sandboxes: a.sandboxes,

@@ -17,9 +17,7 @@ package main
 
 import (
 	"os"
-	"runtime"
 	"runtime/debug"
-	"time"
 
 	"gvisor.dev/gvisor/runsc/cli/maincli"
 	"gvisor.dev/gvisor/runsc/version"
@@ -42,11 +40,6 @@ const (
 	settlePercent = 200
 )
 
-// settleAfter are the moments after the start of a sandbox at which its heap is
-// trimmed: once when an ordinary start or restore is over, and once more for a
-// restore that took longer than that.
-var settleAfter = []time.Duration{4 * time.Second, 20 * time.Second}
-
 // oomScore is above that of everything that a host ordinarily runs: should memory run out in spite of all admission, a sandbox goes, and not the
 // node. It is inherited by all that runsc starts, also by the processes that it makes later for those inside.
 const oomScore = "500"
@@ -58,7 +51,7 @@ func main() {
 	switch role(os.Args) {
 	case sandbox:
 		debug.SetGCPercent(bootPercent)
-		go settle()
+		go newTrimmer().run()
 	case gofer:
 		// Long-lived, and small: the default suits it.
 	default:
@@ -66,19 +59,6 @@ func main() {
 		debug.SetMemoryLimit(shortLimit)
 	}
 	maincli.Main()
-}
-
-// settle trims the heap when the sandbox is up. It ends by itself; the process
-// outlives it.
-func settle() {
-	var passed time.Duration
-	for _, at := range settleAfter {
-		time.Sleep(at - passed)
-		passed = at
-		debug.SetGCPercent(settlePercent)
-		runtime.GC() // what finalizers and pools let go of is free after a second collection
-		debug.FreeOSMemory()
-	}
 }
 
 type part int

@@ -3,6 +3,7 @@ package checkpoint
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"time"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
@@ -152,6 +153,7 @@ func whilePaused(ctx context.Context, s Subject, fn func(ctx context.Context) er
 type Capturer struct {
 	store  *Store
 	slots  chan struct{}
+	turns  atomic.Int64 // who has a slot or waits for one
 	direct bool
 	// slack is added to every estimate: what the runtime's own state takes.
 	slack int64
@@ -208,14 +210,22 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 	return c.store.publish(m)
 }
 
+// Busy tells whether something is being captured, or waits for its turn.
+func (c *Capturer) Busy() bool { return c.turns.Load() > 0 }
+
 // enter waits for one of the slots, and adds to queued how long.
 func (c *Capturer) enter(ctx context.Context, queued *time.Duration) (leave func(), err error) {
 	asked := time.Now()
 	defer func() { *queued += time.Since(asked) }()
+	c.turns.Add(1)
 	select {
 	case c.slots <- struct{}{}:
-		return func() { <-c.slots }, nil
+		return func() {
+			<-c.slots
+			c.turns.Add(-1)
+		}, nil
 	case <-ctx.Done():
+		c.turns.Add(-1)
 		return nil, errs.From(context.Cause(ctx)).WithOutcome(errs.NotStarted, errs.SameOperation)
 	}
 }

@@ -86,6 +86,7 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 	if err != nil {
 		return err
 	}
+	defer o.n.trims.add(o.uid)
 	err = o.frozen(ctx, snap.UID, func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
 		err := o.captured(ctx, s, m, int64(stats.MemoryBytes))
 		return checkpoint.Frozen{At: m.FrozenAt, For: m.Freeze}, err

@@ -84,7 +84,8 @@ type Node struct {
 	slots chan struct{}
 	shelf *shelf
 	// ends bounds how many are being ended.
-	ends *ends
+	ends  *ends
+	trims *trims
 }
 
 var errClosing = errs.New(errs.ShuttingDown, "agentd is stopping; ask again with the same command id once it has started")
@@ -106,7 +107,7 @@ func New(opts Options) (*Node, error) {
 	if err := os.Chmod(opts.Root, 0o700); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
-	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1), ends: newEnds(), slots: make(chan struct{}, max(opts.Width, 1))}
+	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1), ends: newEnds(), trims: newTrims(), slots: make(chan struct{}, max(opts.Width, 1))}
 	var err error
 	if n.shelf, err = openShelf(opts.ReadyRoot, opts.Ready); err != nil {
 		return nil, err
@@ -115,6 +116,7 @@ func New(opts Options) (*Node, error) {
 	n.wg.Go(func() {
 		n.shelf.fill(n.ctx, func(err error) { n.Log.Error("make a sandbox's folder ahead", "error", err) })
 	})
+	n.wg.Go(func() { n.trim(n.ctx) })
 	return n, nil
 }
 

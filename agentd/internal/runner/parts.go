@@ -2,6 +2,7 @@ package runner
 
 import (
 	"context"
+	"math"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -104,6 +105,8 @@ type Room interface {
 	// Settle tells that the sandbox runs, Leave that its memory is free again.
 	Settle(uid string)
 	Leave(uid string)
+	// Spare is how much memory nobody uses, above what the node keeps for itself.
+	Spare() int64
 }
 
 // roomy is a node without bounds.
@@ -112,6 +115,7 @@ type roomy struct{}
 func (roomy) Enter(context.Context, string, int64, int64) error { return nil }
 func (roomy) Settle(string)                                     {}
 func (roomy) Leave(string)                                      {}
+func (roomy) Spare() int64                                      { return math.MaxInt64 }
 
 // SpecInput is what the OCI spec is made from.
 type SpecInput struct {

@@ -54,6 +54,8 @@ func (l *ledger) Leave(uid string) {
 	delete(l.in, uid)
 }
 
+func (l *ledger) Spare() int64 { return 0 }
+
 func (l *ledger) of(uid string) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -91,6 +91,11 @@ type Driver interface {
 	// another reason than ctx, the sandbox is not to be relied on: kill it.
 	Resume(ctx context.Context, id string) error
 
+	// Trim asks the runtime to give back memory that it holds and has no use for, as after a Save. It returns at once, may be called
+	// beside any other call, and changes nothing else; a runtime with nothing of that kind does nothing. OBJECT_NOT_FOUND when the driver is not
+	// attached to the sandbox; one that has ended is nil.
+	Trim(id string) error
+
 	// Kill sends the signal to the sandbox's init. SIGKILL ends the whole sandbox, paused or not, and
 	// whether or not it still answers. Idempotent: a sandbox that has ended, or is unknown, is nil.
 	// It does not wait for the end.

@@ -78,6 +78,7 @@ type sandbox struct {
 	exit    runtime.Exit
 	done    chan struct{}
 	execs   map[*process]bool
+	trims   int
 }
 
 // NewHost makes an empty machine.
@@ -102,6 +103,16 @@ func (h *Host) Count(id string) (Guest, bool) {
 	}
 	s.guest.Counter++
 	return s.guest, true
+}
+
+// Trims tells how often the sandbox's runtime was asked to give memory back.
+func (h *Host) Trims(id string) int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if s, ok := h.sandboxes[id]; ok {
+		return s.trims
+	}
+	return 0
 }
 
 // Exit ends the sandbox as its init would. It does nothing to a sandbox that has ended or is unknown.
@@ -353,6 +364,14 @@ func (d *Driver) Save(ctx context.Context, id string, opts runtime.SaveOptions) 
 		return errs.Wrap(err, reason, "write the snapshot of sandbox %s: %v", id, err)
 	}
 	return nil
+}
+
+// Trim implements runtime.Driver: it is only counted.
+func (d *Driver) Trim(id string) error {
+	return d.with(id, func(s *sandbox) error {
+		s.trims++
+		return nil
+	})
 }
 
 // Kill implements runtime.Driver. Any signal ends the guest.

@@ -423,6 +423,25 @@ func notFound(id string) error {
 	return errs.New(errs.ObjectNotFound, "the runtime has no sandbox %s", id).With("kind", "sandbox").With("uid", id)
 }
 
+// trimSignal asks the bundle's own main of runsc (build/runsc/trim.go) to trim its heap. One that does not know it ignores it, as Go's
+// runtime does with every real-time signal.
+const trimSignal = unix.Signal(50)
+
+// Trim implements runtime.Driver.
+func (d *Driver) Trim(id string) error {
+	w := d.watchOf(id)
+	if w == nil {
+		return notFound(id)
+	}
+	if w.proc == nil {
+		return nil
+	}
+	if err := w.proc.Signal(trimSignal); err != nil && !errors.Is(err, os.ErrClosed) {
+		return errs.Wrap(err, errs.InternalError, "ask the runtime of sandbox %s to trim its memory: %v", id, err)
+	}
+	return nil
+}
+
 // Kill implements runtime.Driver.
 func (d *Driver) Kill(ctx context.Context, id string, sig syscall.Signal) error {
 	status, err := d.State(ctx, id)

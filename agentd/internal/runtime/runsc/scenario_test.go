@@ -74,6 +74,45 @@ func (n *node) mustSh(t *testing.T, id, line string) string {
 	return out
 }
 
+// The bundle's main of runsc gives back what a save left in its heap when the driver asks for it, and works on.
+func TestTrimGivesBackWhatASaveLeft(t *testing.T) {
+	n := newNode(t)
+	memory := func(id string) uint64 {
+		stats, err := n.d.Stats(bounded(t), id)
+		must(t, err)
+		return stats.MemoryBytes
+	}
+	first := n.start(t, nil)
+	cfg, err := n.restore(t, first, n.save(t, first.ID, true), nil)
+	must(t, err)
+	must(t, n.d.Trim(cfg.ID)) // what the restore left, which it would trim later by itself
+	for range 3 {
+		// Each save leaves more than a trim is made for; some may have a collection of their own.
+		n.save(t, cfg.ID, true)
+		before := memory(cfg.ID)
+		must(t, n.d.Trim(cfg.ID))
+		for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); <-time.After(20 * time.Millisecond) {
+			if memory(cfg.ID) < before-1<<20 {
+				n.mustSh(t, cfg.ID, "true")
+				return
+			}
+		}
+	}
+	t.Error("no trim gave back 1 MiB of what a save left")
+}
+
+func TestTrimOfNothing(t *testing.T) {
+	n := newNode(t)
+	if err := n.d.Trim(runtimetest.NewID(t)); !errs.Has(err, errs.ObjectNotFound) {
+		t.Errorf("Trim of an unknown sandbox: %v", err)
+	}
+	cfg := n.start(t, nil)
+	must(t, n.d.Kill(bounded(t), cfg.ID, unix.SIGKILL))
+	_, err := n.d.Wait(bounded(t), cfg.ID)
+	must(t, err)
+	must(t, n.d.Trim(cfg.ID))
+}
+
 // All processes of a sandbox, sentry, stubs and gofer, are in the sandbox's group in every hierarchy
 // that can limit anything, and in no session of the agent's.
 func TestProcessesAreInTheirOwnGroup(t *testing.T) {
