@@ -13,19 +13,22 @@ import (
 )
 
 // hub follows the change log once for all watches, so that a thousand of them need one blocked call
-// to the store. It tells that there is news; each watch then reads its own part.
+// to the store. It tells that there is news; each watch then reads its own part. While nobody waits it reads nothing: a look at the
+// log for each commit is a good part of what a commit costs.
 type hub struct {
-	store Store
-	log   *slog.Logger
+	store  Store
+	log    *slog.Logger
+	wanted chan struct{} // has a value when somebody has begun to wait
 
-	mu   sync.Mutex
-	seq  uint64
-	news chan struct{} // closed and replaced when seq grows
-	done chan struct{} // closed when run has ended
+	mu      sync.Mutex
+	waiting int
+	seq     uint64
+	news    chan struct{} // closed and replaced when seq grows
+	done    chan struct{} // closed when run has ended
 }
 
 func newHub(store Store, log *slog.Logger) *hub {
-	return &hub{store: store, log: log, news: make(chan struct{}), done: make(chan struct{})}
+	return &hub{store: store, log: log, wanted: make(chan struct{}, 1), news: make(chan struct{}), done: make(chan struct{})}
 }
 
 const (
@@ -35,8 +38,17 @@ const (
 
 func (h *hub) run(ctx context.Context) {
 	defer close(h.done)
-	for ctx.Err() == nil {
-		if err := h.follow(ctx); ctx.Err() == nil {
+	for {
+		select {
+		case <-h.wanted:
+		case <-ctx.Done():
+			return
+		}
+		for h.awaited() && ctx.Err() == nil {
+			err := h.follow(ctx)
+			if err == nil || ctx.Err() != nil {
+				break
+			}
 			h.log.Warn("the change log cannot be read; watches stand still", "error", err)
 			timer := time.NewTimer(followRetry)
 			select {
@@ -48,8 +60,14 @@ func (h *hub) run(ctx context.Context) {
 	}
 }
 
-// follow reads until something fails. It starts from the store's sequence, and tells watches of
-// whatever they missed. It returns only with an error.
+func (h *hub) awaited() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.waiting > 0
+}
+
+// follow reads until something fails, or nobody waits any more. It starts from the store's sequence, and tells watches of
+// whatever they missed.
 func (h *hub) follow(ctx context.Context) error {
 	seq, err := h.store.Seq(ctx)
 	if err != nil {
@@ -57,6 +75,9 @@ func (h *hub) follow(ctx context.Context) error {
 	}
 	for {
 		h.tell(seq)
+		if !h.awaited() {
+			return nil // who comes now says so
+		}
 		changes, err := h.store.Changes(ctx, seq, catalog.MaxPage, followBlock)
 		if err != nil {
 			return err
@@ -79,6 +100,18 @@ func (h *hub) tell(seq uint64) {
 
 // wait returns when there may be something after the sequence.
 func (h *hub) wait(ctx context.Context, after uint64) error {
+	h.mu.Lock()
+	h.waiting++
+	h.mu.Unlock()
+	defer func() {
+		h.mu.Lock()
+		h.waiting--
+		h.mu.Unlock()
+	}()
+	select {
+	case h.wanted <- struct{}{}:
+	default:
+	}
 	for {
 		h.mu.Lock()
 		seq, news := h.seq, h.news

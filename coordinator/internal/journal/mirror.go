@@ -260,7 +260,8 @@ func (f *Feed) Run(ctx context.Context, has catalog.Point) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-f.news:
-			_ = wait.For(ctx, f.m.o.Pause)
+			// The mirror gathers too, before the feed hears of a change and before it knows a point that has it.
+			_ = wait.For(ctx, f.m.o.Pause/2)
 		case <-idle.C:
 		}
 		if err := f.flush(ctx, &has); err != nil {

@@ -115,7 +115,11 @@ type Engine struct {
 	keeper chan struct{} // wakes the keeper; holds one
 }
 
-type reservation struct{ placement.Resources }
+// reservation is what is placed of a sandbox, and the last of its node's observations that its record has at least.
+type reservation struct {
+	placement.Resources
+	observed uint64
+}
 
 // task is one operation being driven. Its goroutine owns op.
 type task struct {

@@ -25,7 +25,7 @@ func (e *Engine) account(sb *records.Sandbox) {
 	}
 	e.unplace(sb.UID)
 	if sb.Status.Node != "" && sb.Status.Phase.OnNode() {
-		e.reserve(sb.Status.Node, sb.UID, request(sb))
+		e.reserve(sb.Status.Node, sb.UID, reservation{request(sb), sb.Status.Observation})
 	}
 }
 
@@ -41,11 +41,11 @@ func (e *Engine) forget(uid string) {
 }
 
 // reserve and unplace want the lock.
-func (e *Engine) reserve(node, uid string, r placement.Resources) {
+func (e *Engine) reserve(node, uid string, r reservation) {
 	if e.placed[node] == nil {
 		e.placed[node] = make(map[string]reservation)
 	}
-	e.placed[node][uid] = reservation{r}
+	e.placed[node][uid] = r
 }
 
 func (e *Engine) unplace(uid string) {
@@ -90,7 +90,7 @@ func (e *Engine) decide(uid string, r placement.Request) (string, error) {
 	}
 	node, err := placement.Decide(nodes, r)
 	if err == nil && uid != "" {
-		e.reserve(node, uid, r.Resources)
+		e.reserve(node, uid, reservation{Resources: r.Resources})
 	}
 	return node, err
 }

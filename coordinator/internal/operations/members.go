@@ -209,7 +209,7 @@ func (e *Engine) decideSpare(uid string, r placement.Request) (string, error) {
 	}
 	node, err := placement.Decide(nodes, r)
 	if err == nil {
-		e.reserve(node, uid, r.Resources)
+		e.reserve(node, uid, reservation{Resources: r.Resources})
 	}
 	return node, err
 }

@@ -53,6 +53,9 @@ func (e *Engine) Observe(ctx context.Context, node string, o Observation) error 
 	if err := key.Validate(); err != nil {
 		return err
 	}
+	if e.foreseen(node, o) {
+		return nil
+	}
 	owner := fence.Owner{Coordinator: e.cfg.Epoch, Node: node, Session: o.Session}
 	_, err := e.changeAs(ctx, owner, o.Tenant, o.UID, func(_ context.Context, _ catalog.Reader, sb *records.Sandbox) ([]catalog.Put, error) {
 		if sb.Status.Node != node {
@@ -69,6 +72,19 @@ func (e *Engine) Observe(ctx context.Context, node string, o Observation) error 
 		return []catalog.Put{ev}, err
 	})
 	return err
+}
+
+// foreseen tells, without a look at the record, whether it has the observation already, or will have one with a higher number as
+// soon as the start that is in flight ends. Every start is reported twice, when it begins and when it has answered; a
+// commit for the first and a read for the second cost as much as the commit that matters.
+func (e *Engine) foreseen(node string, o Observation) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r, here := e.placed[node][o.UID]
+	if !here || o.Number == 0 {
+		return false
+	}
+	return o.Number <= r.observed || o.Phase == sandbox.Starting && e.starting[o.UID] != nil
 }
 
 // nothingNew tells whether an observation says no more than that a node has begun what it was told to do.
