@@ -119,9 +119,9 @@ func (m *Mirror) lookBack(ctx context.Context, at catalog.Point) error {
 			}
 			after = oldest - 1
 			if !reads { // else it is where a repair took the sequence further
-				m.mu.Lock()
-				m.loose.after = after
-				m.mu.Unlock()
+				if err := m.beginning(ctx, at, after); err != nil {
+					return err
+				}
 			}
 			continue
 		}
@@ -137,6 +137,41 @@ func (m *Mirror) lookBack(ctx context.Context, at catalog.Point) error {
 		}
 		if err := m.keep(ctx, at, changes); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// beginning finds out why the log begins after a commit. One that begins where the sequence was taken further, with a change of nothing, is that of a
+// catalog that was empty before and was rebuilt or restored: what it has of then is what it lives with, and what was deleted before is of no
+// journal any more, since nodes get the whole of each new incarnation. Of any other log the beginning was forgotten, and what it said is not known.
+func (m *Mirror) beginning(ctx context.Context, at catalog.Point, after uint64) error {
+	first, err := m.o.Catalog.Changes(ctx, after, 1, 0)
+	if err != nil {
+		return err
+	}
+	if len(first) == 0 || len(first[0].Items) > 0 {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.loose.after = after
+		return nil
+	}
+	for _, kind := range Kinds {
+		for q := (catalog.Query{Kind: kind, PageSize: catalog.MaxPage}); ; {
+			page, err := m.o.Catalog.List(ctx, q)
+			if err != nil {
+				return err
+			}
+			m.mu.Lock()
+			for _, r := range page.Records {
+				if r.Node == "" && r.Seq <= after { // of the others the log tells
+					m.loose.keep(Entry{Record: r, Point: at})
+				}
+			}
+			m.mu.Unlock()
+			if q.After = page.Next; page.Next == "" {
+				break
+			}
 		}
 	}
 	return nil

@@ -9,6 +9,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
 // What concerns no node is kept by who follows the log: a copy of what lives, a trace of what was deleted, and nothing of what
@@ -69,5 +70,43 @@ func (w *world) keeps(m *journal.Mirror) {
 		if _, ok := has[rec.Key]; !ok && rec.Node == "" && rec.Seq > u.After {
 			w.Errorf("%+v is not kept, after %d", rec, u.After)
 		}
+	}
+}
+
+// A catalog that was rebuilt has a log that begins where the sequence was taken further: what it has of before, and concerns no node, is kept all the same,
+// and nothing is said to be missing. Else it could not be rebuilt by itself once more.
+func TestC21NothingIsMissingBeforeTheLogOfARebuiltCatalog(t *testing.T) {
+	w := newWorld(t, catalog.Retention{})
+	r := rand.New(rand.NewPCG(1, 1))
+	for range 60 {
+		w.change(r)
+	}
+	h, err := w.store.History(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	lost := h.Head
+	lost.Seq, lost.Digest = lost.Seq+100, "of what was lost"
+	if err := w.store.Suspend(t.Context(), w.epoch, catalog.Suspension{By: "the test", Witness: lost}); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.store.Resume(t.Context(), w.epoch); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.store.Changes(t.Context(), 0, 1, 0); !errs.Has(err, errs.ResumeTooOld) {
+		t.Fatalf("its log reaches back: %v", err)
+	}
+	w.change(r)
+	m := w.mirror()
+	w.keeps(m)
+	u := m.Unplaced()
+	before := 0
+	for _, e := range u.Entries {
+		if e.Record.Seq < lost.Seq {
+			before++
+		}
+	}
+	if u.After != 0 || before == 0 {
+		t.Errorf("what was committed up to %d is missing; %d entries are from before the log", u.After, before)
 	}
 }
