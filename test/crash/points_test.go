@@ -28,7 +28,7 @@ var changes = map[string]bool{
 	"os.Mkdir": true, "os.MkdirAll": true, "os.MkdirTemp": true, "os.Rename": true, "os.Remove": true, "os.RemoveAll": true, "os.WriteFile": true,
 	"os.CreateTemp": true, "os.Link": true, "os.Symlink": true, "os.Chown": true, "unix.Rename": true, "unix.Mkfifo": true, "unix.Mount": true,
 	"unix.Unmount": true, "unix.Kill": true, "unix.PidfdSendSignal": true, "syscall.Kill": true, "db.Update": true,
-	"durable.WriteJSON": true, "durable.WriteFile": true, "durable.Remove": true, "durable.DropUnfinished": true, "d.stageRecord": true, "s.update": true, "Store.Commit": true,
+	"durable.WriteJSON": true, "durable.WriteFile": true, "durable.Remove": true, "durable.DropUnfinished": true, "d.stageRecord": true, "spares.stage": true, "unix.Renameat2": true, "s.update": true, "Store.Commit": true,
 }
 
 // elsewhere says why a function that changes something has no point: it runs while a daemon starts (and is
@@ -48,6 +48,12 @@ var elsewhere = map[string]string{
 	"agentd/internal/runtime/runsc.stageRecord":   "runtime.recorded.after runtime.attached.after",
 	"agentd/internal/runtime/runsc.removeRecord":  "runtime.ungrouped.after runtime.forgotten.after",
 	"agentd/internal/runtime/runsc.New":           "start",
+	"agentd/internal/runtime/runsc.openSpares":    "start", // of what an earlier driver left
+	"agentd/internal/runtime/runsc.stage":         "runtime.recorded.after runtime.launched.after",
+	"agentd/internal/runtime/runsc.give":          "runtime.recorded.after runtime.attached.after",
+	"agentd/internal/runtime/runsc.link":          "runtime.recorded.after",
+	"agentd/internal/runtime/runsc.replace":       "runtime.launched.after runtime.attached.after",
+	"agentd/internal/runtime/runsc.retire":        "runtime.ungrouped.after runtime.forgotten.after",
 	"agentd/internal/runtime/runsc.writeSpec":     "runtime.recorded.after runtime.group.after",
 	"agentd/internal/runner.furnish":              "start.folder.before start.folder.after",
 	"agentd/internal/runner.take":                 "start.folder.before start.folder.after",

@@ -80,6 +80,7 @@ type Options struct {
 // Driver implements runtime.Driver.
 type Driver struct {
 	state, launch string
+	spares        *spares
 	launcher      Launcher
 	cgroups       *cgroup.Manager
 	log           *slog.Logger
@@ -113,6 +114,10 @@ func New(opts Options) (*Driver, error) {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, errs.Wrap(err, errs.InternalError, "make the driver's folder %s: %v", dir, err)
 		}
+	}
+	var err error
+	if d.spares, err = openSpares(d.launch); err != nil {
+		return nil, err
 	}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	return d, nil

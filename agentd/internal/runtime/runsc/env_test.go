@@ -245,7 +245,9 @@ func (e *testEnv) leftovers(t testing.TB) []string {
 		entries, err := os.ReadDir(filepath.Join(e.dir, "runtime", dir))
 		must(t, err)
 		for _, entry := range entries {
-			left = append(left, dir+"/"+entry.Name())
+			if !strings.HasPrefix(entry.Name(), sparePrefix) {
+				left = append(left, dir+"/"+entry.Name())
+			}
 		}
 	}
 	return left

@@ -65,12 +65,11 @@ func (d *Driver) recordPath(id string) string { return filepath.Join(d.launch, i
 
 // createRecord writes the record of a new sandbox, or fails when the driver knows the id.
 func (d *Driver) createRecord(r record) error {
-	tmp, err := d.stageRecord(r)
+	staged, err := d.stageRecord(r)
 	if err != nil {
 		return err
 	}
-	defer os.Remove(tmp)
-	err = os.Link(tmp, d.recordPath(r.ID))
+	err = d.spares.link(staged, d.recordPath(r.ID))
 	if errors.Is(err, fs.ErrExist) {
 		return errs.New(errs.NameTaken, "the runtime already has a sandbox %s; an id is never used twice", r.ID).With("uid", r.ID)
 	}
@@ -82,12 +81,12 @@ func (d *Driver) createRecord(r record) error {
 
 // saveRecord replaces the record.
 func (d *Driver) saveRecord(r record) error {
-	tmp, err := d.stageRecord(r)
+	staged, err := d.stageRecord(r)
 	if err != nil {
 		return err
 	}
-	if err := os.Rename(tmp, d.recordPath(r.ID)); err != nil {
-		return errs.Wrap(errors.Join(err, os.Remove(tmp)), errs.InternalError, "replace the record of sandbox %s: %v", r.ID, err)
+	if err := d.spares.replace(staged, d.recordPath(r.ID)); err != nil {
+		return errs.Wrap(err, errs.InternalError, "replace the record of sandbox %s: %v", r.ID, err)
 	}
 	return nil
 }
@@ -97,16 +96,16 @@ func (d *Driver) stageRecord(r record) (string, error) {
 	if err != nil {
 		return "", errs.Wrap(err, errs.InternalError, "encode the record of sandbox %s: %v", r.ID, err)
 	}
-	tmp := d.recordPath(r.ID) + ".new"
-	if err := os.WriteFile(tmp, data, 0o600); err != nil {
+	staged, err := d.spares.stage(data)
+	if err != nil {
 		return "", errs.Wrap(err, errs.InternalError, "write the record of sandbox %s: %v", r.ID, err)
 	}
-	return tmp, nil
+	return staged, nil
 }
 
 // loadRecord reads the record; false when there is none.
 func (d *Driver) loadRecord(id string) (record, bool, error) {
-	data, err := os.ReadFile(d.recordPath(id))
+	data, err := d.spares.read(d.recordPath(id))
 	if errors.Is(err, fs.ErrNotExist) {
 		return record{}, false, nil
 	}
@@ -122,10 +121,14 @@ func (d *Driver) loadRecord(id string) (record, bool, error) {
 
 // removeRecord ends what the driver knows of the sandbox.
 func (d *Driver) removeRecord(id string) error {
-	for _, path := range []string{d.turnPath(id), d.recordPath(id) + ".new", d.recordPath(id)} {
+	// An agentd of before kept what it was about to write under that name.
+	for _, path := range []string{d.turnPath(id), d.recordPath(id) + ".new"} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return errs.Wrap(err, errs.InternalError, "remove the record of sandbox %s: %v", id, err)
 		}
+	}
+	if err := d.spares.retire(d.recordPath(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return errs.Wrap(err, errs.InternalError, "remove the record of sandbox %s: %v", id, err)
 	}
 	return nil
 }
