@@ -97,8 +97,9 @@ type Engine struct {
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup
 
-	turns *turns // of deletions at nodes
-	gate  *gate  // of requests that are being accepted
+	turns  *turns                 // of deletions at nodes
+	active map[Kind]*atomic.Int64 // of what is paced: those in their turn, never more than turns
+	gate   *gate                  // of requests that are being accepted
 
 	mu       sync.Mutex
 	stopped  bool
@@ -129,7 +130,6 @@ type task struct {
 	cold    bool      // a claim that restores
 	secrets map[string]string
 	leave   func() // ends the turn of a deletion; nil while it has none
-	active  atomic.Bool
 	done    chan struct{}
 	last    atomic.Pointer[errs.Error] // the last passing failure, for callers that stop waiting
 	until   atomic.Pointer[time.Time]  // the latest deadline of its callers; nil: none said one
@@ -147,9 +147,12 @@ var errInterrupted = errors.New("the sandbox is being deleted")
 // the reason that leadership was lost.
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	cfg.defaults()
-	e := &Engine{cfg: cfg, log: cfg.Log, turns: newTurns(cfg.DeletionsPerNode), gate: newGate(cfg.Accepting, cfg.MaxPending), deleting: make(map[string]int), ended1m: make(map[Kind]*rate),
+	e := &Engine{cfg: cfg, log: cfg.Log, turns: newTurns(cfg.DeletionsPerNode), active: make(map[Kind]*atomic.Int64), gate: newGate(cfg.Accepting, cfg.MaxPending), deleting: make(map[string]int), ended1m: make(map[Kind]*rate),
 		tasks: make(map[catalog.Key]*task), starting: make(map[string]*flight), placed: make(map[string]map[string]reservation), timers: make(map[string]*timer), used: make(map[string]time.Time),
 		members: newMembers(), pools: make(map[string]*poolState), keeper: make(chan struct{}, 1)}
+	for _, k := range pacedKinds {
+		e.active[k.op] = new(atomic.Int64)
+	}
 	e.ctx, e.cancel = context.WithCancelCause(ctx)
 	pending, err := e.load(ctx)
 	if err != nil {

@@ -62,7 +62,7 @@ func (e *Engine) submit(ctx context.Context, c Call, kind Kind, request any, sec
 
 // accept waits at the gate, so that a crowd of new requests leaves the catalog to what is in progress.
 func (e *Engine) accept(ctx context.Context, c Call, kind Kind, request any, secrets map[string]string, d door) (*Operation, error) {
-	leave, err := e.gate.enter(ctx, e.ctx)
+	leave, err := e.gate.enter(ctx, e.ctx, c.Tenant)
 	if err != nil {
 		return nil, err
 	}

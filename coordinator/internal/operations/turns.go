@@ -9,7 +9,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
-// turns gives deletions their turns at nodes. At each node at most width go on at a time; the others wait in a line
+// turns gives deletions their turns at nodes, and requests theirs at the gate. At each node at most width go on at a time; the others wait in a line
 // for each tenant, and the tenants take turns, so that who deletes ten thousand does not delay who deletes one.
 type turns struct {
 	width int
@@ -33,30 +33,41 @@ func newTurns(width int) *turns { return &turns{width: width, lines: make(map[st
 
 // take waits for a turn at the node, which leave ends.
 func (t *turns) take(ctx context.Context, node, tenant string) (leave func(), err error) {
+	w, leave := t.join(node, tenant)
+	select {
+	case <-w.ready:
+		return leave, nil
+	case <-ctx.Done():
+		t.quit(w, leave)
+		return nil, context.Cause(ctx)
+	}
+}
+
+// join stands in line. Whoever finds it ready has the turn, which leave ends; whoever does not wait for it quits.
+func (t *turns) join(node, tenant string) (w *waiter, leave func()) {
+	w = &waiter{ready: make(chan struct{})}
 	t.mu.Lock()
+	defer t.mu.Unlock()
 	l := t.lines[node]
 	if l == nil {
 		l = &line{waiting: make(map[string][]*waiter)}
 		t.lines[node] = l
 	}
-	w := &waiter{ready: make(chan struct{})}
 	if len(l.waiting[tenant]) == 0 {
 		l.order = append(l.order, tenant)
 	}
 	l.waiting[tenant] = append(l.waiting[tenant], w)
 	t.grant(node, l)
-	t.mu.Unlock()
-	leave = sync.OnceFunc(func() {
+	return w, sync.OnceFunc(func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		l.active--
 		t.grant(node, l)
 	})
-	select {
-	case <-w.ready:
-		return leave, nil
-	case <-ctx.Done():
-	}
+}
+
+// quit gives the place in line up, or the turn that came in that very moment.
+func (t *turns) quit(w *waiter, leave func()) {
 	t.mu.Lock()
 	w.gone = true
 	granted := closed(w.ready)
@@ -64,7 +75,6 @@ func (t *turns) take(ctx context.Context, node, tenant string) (leave func(), er
 	if granted {
 		leave()
 	}
-	return nil, context.Cause(ctx)
 }
 
 func closed(c <-chan struct{}) bool {
@@ -111,15 +121,18 @@ func (e *Engine) sit(ctx context.Context, t *task) error {
 	if err != nil {
 		return err
 	}
-	t.leave = leave
-	t.active.Store(true)
+	active := e.active[t.kind]
+	active.Add(1)
+	t.leave = func() {
+		active.Add(-1)
+		leave()
+	}
 	return nil
 }
 
 // stand gives up the turn.
 func (t *task) stand() {
 	if t.leave != nil {
-		t.active.Store(false)
 		t.leave()
 		t.leave = nil
 	}
@@ -190,15 +203,12 @@ func (e *Engine) Deletions() []Deletion {
 	all := make([]Deletion, len(pacedKinds))
 	for i, k := range pacedKinds {
 		d := &all[i]
-		d.Kind, d.Ended = k.object, e.ended1m[k.op].last(e.cfg.Now())
+		d.Kind, d.Active, d.Ended = k.object, int(e.active[k.op].Load()), e.ended1m[k.op].last(e.cfg.Now())
 		for _, t := range e.tasks {
 			if t.kind != k.op {
 				continue
 			}
 			d.Pending++
-			if t.active.Load() {
-				d.Active++
-			}
 			if d.Oldest.IsZero() || t.created.Before(d.Oldest) {
 				d.Oldest = t.created
 			}
