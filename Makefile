@@ -111,7 +111,7 @@ gen-check: tools-dev ## is what is committed what the protos give, and compatibl
 
 # Each in a cluster of its own, against bare runsc in the same run; a missed target
 # is a line of the report, not a failure. SCALE=0.2 is a quick look.
-BENCHES := start checkpoint restore memory image catalog exec files lifecycle network warm load-node load-fleet
+BENCHES := start checkpoint restore memory image catalog deletion exec files lifecycle network warm load-node load-fleet
 SCALE ?= 1
 BENCHFLAGS ?=
 ROUNDS ?= 3

@@ -51,6 +51,8 @@ type Options struct {
 	Log          *slog.Logger
 	// Silence is how long a coordinator may be silent before another is tried.
 	Silence time.Duration
+	// Watch, if it is set, stands before the node API's calls.
+	Watch grpc.UnaryServerInterceptor
 }
 
 // Machine is what outlives agents.
@@ -190,7 +192,11 @@ func (a *Agent) openSession(state *nodestate.Store, kept *journal.Journal) error
 	if err != nil {
 		return err
 	}
-	a.server = grpc.NewServer(append(around.Options(), grpc.Creds(wire.TLS(files.Server(pki.RoleCoordinator))),
+	served := around.Options()
+	if o.Watch != nil {
+		served = append(served, grpc.ChainUnaryInterceptor(o.Watch))
+	}
+	a.server = grpc.NewServer(append(served, grpc.Creds(wire.TLS(files.Server(pki.RoleCoordinator))),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}))...)
 	nodev1.RegisterAgentServiceServer(a.server, &api.Server{Commands: commands, Runner: a.node, Volumes: a.node.volumes, Images: a.node, Inventory: a.node, Networks: a.node})
 	return nil

@@ -62,7 +62,7 @@ func Names() []string { return slices.Clone(names) }
 // Run measures, prints the result and writes the report.
 func Run(ctx context.Context, name string, opts Options) (_ Result, err error) {
 	fn := functions[name]
-	if fn == nil && loads[name] == "" {
+	if fn == nil && apart[name] == nil {
 		return Result{}, fmt.Errorf("there is no benchmark %q; there are %s", name, strings.Join(Names(), ", "))
 	}
 	if opts.Logf == nil {
@@ -77,8 +77,8 @@ func Run(ctx context.Context, name string, opts Options) (_ Result, err error) {
 			Took: time.Since(began).Seconds(), Rows: rows, Notes: notes}
 		return r, save(opts.Out, r)
 	}
-	if loads[name] != "" {
-		rows, notes, err := benchLoad(ctx, name, opts)
+	if alone := apart[name]; alone != nil {
+		rows, notes, err := alone(ctx, name, opts)
 		if err != nil {
 			return Result{}, fmt.Errorf("%s: %w", name, err)
 		}

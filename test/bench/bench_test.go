@@ -44,11 +44,11 @@ func TestReportKeepsOtherResults(t *testing.T) {
 }
 
 func TestEveryNameHasABenchmark(t *testing.T) {
-	if len(functions)+len(loads) != len(names) {
-		t.Errorf("%d benchmarks, %d names", len(functions)+len(loads), len(names))
+	if len(functions)+len(apart) != len(names) {
+		t.Errorf("%d benchmarks, %d names", len(functions)+len(apart), len(names))
 	}
 	for _, n := range Names() {
-		if functions[n] == nil && loads[n] == "" {
+		if functions[n] == nil && apart[n] == nil {
 			t.Errorf("no benchmark %q", n)
 		}
 	}

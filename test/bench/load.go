@@ -12,7 +12,12 @@ import (
 	"github.com/dormouse-run/dormouse/test/load/local"
 )
 
-// loads are the load runs whose figures are benchmarks too, with a cluster of their own: the plan of each.
+// apart are the benchmarks with a cluster of their own.
+var apart = map[string]func(ctx context.Context, name string, opts Options) ([]Row, []string, error){
+	"load-node": benchLoad, "load-fleet": benchLoad, "deletion": benchDeletion,
+}
+
+// loads are the load runs whose figures are benchmarks too: the plan of each.
 var loads = map[string]string{"load-node": "node", "load-fleet": "fleet"}
 
 // benchLoad runs a plan for one round and gives its figures. A run in which something failed has none.

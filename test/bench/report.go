@@ -65,7 +65,7 @@ func short(commit string) string {
 }
 
 // names in the order of the report.
-var names = []string{"start", "checkpoint", "restore", "memory", "image", "catalog", "exec", "files", "lifecycle", "network", "warm", "load-node", "load-fleet"}
+var names = []string{"start", "checkpoint", "restore", "memory", "image", "catalog", "deletion", "exec", "files", "lifecycle", "network", "warm", "load-node", "load-fleet"}
 
 const head = `# Figures
 

@@ -273,16 +273,21 @@ func (c *Cluster) clientConfig() client.Config {
 // ClientOf gives a client with a key of its own for a tenant.
 func (c *Cluster) ClientOf(t testing.TB, tenant string) *client.Client {
 	t.Helper()
-	key, err := c.NewAPIKey(tenant)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cl, err := client.Dial(client.Config{Addr: "unix://" + c.GRPCSocket(), APIKey: key})
+	cl, err := c.Dial(tenant)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = cl.Close() })
 	return cl
+}
+
+// Dial is ClientOf for who closes it.
+func (c *Cluster) Dial(tenant string) (*client.Client, error) {
+	key, err := c.NewAPIKey(tenant)
+	if err != nil {
+		return nil, err
+	}
+	return client.Dial(client.Config{Addr: "unix://" + c.GRPCSocket(), APIKey: key})
 }
 
 // ---- daemons --------------------------------------------------------------------

@@ -18,32 +18,32 @@ import (
 	"github.com/prometheus/common/model"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
 
 	"github.com/dormouse-run/dormouse/agentd/simulated"
 	"github.com/dormouse-run/dormouse/pkg/pki"
 	"github.com/dormouse-run/dormouse/test/cluster"
-	"github.com/dormouse-run/dormouse/test/load"
 	"github.com/dormouse-run/dormouse/test/stack"
 )
 
 // simulatedImage is what the sandboxes of simulated nodes are made of: it is always there.
 const simulatedImage = "registry.invalid/simulated@sha256:0000000000000000000000000000000000000000000000000000000000000000"
 
-// upFleet starts a real coordinator and a real Redis with simulated nodes, which are part of this process.
-func upFleet(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*Cluster, error) {
+// UpFleet starts a real coordinator and a real Redis with simulated nodes, which are part of this process. What watch gives for a node, if it is not nil,
+// stands before its calls.
+func UpFleet(ctx context.Context, nodes int, watch func(node string) grpc.UnaryServerInterceptor, logf func(string, ...any)) (*Cluster, error) {
 	c, err := cluster.UpWith(ctx, stack.Options{Nodes: 1, Logf: logf}, cluster.Settings{LogLevel: "info", NoAgents: true})
 	if err != nil {
 		return nil, err
 	}
 	l := &Cluster{Cluster: c, Image: simulatedImage, simulated: true}
-	disks := filepath.Join(c.Dir, "disks")
-	if err := mountDisks(disks); err != nil {
+	if err := mountDisks(l.disks()); err != nil {
 		return nil, errors.Join(err, l.End(ctx))
 	}
 	group, startCtx := errgroup.WithContext(ctx)
-	for i := 1; i <= plan.Nodes; i++ {
+	for i := 1; i <= nodes; i++ {
 		name := stack.NodeName(i)
-		dir := filepath.Join(disks, fmt.Sprintf("s%d", i))
+		dir := l.Disk(i)
 		if err := os.Mkdir(dir, 0o700); err != nil {
 			return nil, errors.Join(err, l.End(ctx))
 		}
@@ -51,8 +51,12 @@ func upFleet(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*C
 		if err != nil {
 			return nil, errors.Join(err, l.End(ctx))
 		}
-		m := simulated.NewMachine(simulated.Options{Name: name, Dir: dir, Coordinators: []string{"unix:" + c.NodeSocket()}, TLS: files,
-			Log: slog.New(slog.DiscardHandler), Silence: 30 * time.Second})
+		o := simulated.Options{Name: name, Dir: dir, Coordinators: []string{"unix:" + c.NodeSocket()}, TLS: files,
+			Log: slog.New(slog.DiscardHandler), Silence: 30 * time.Second}
+		if watch != nil {
+			o.Watch = watch(name)
+		}
+		m := simulated.NewMachine(o)
 		group.Go(func() error {
 			a, err := m.Start(startCtx)
 			if err != nil {
@@ -67,11 +71,16 @@ func upFleet(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*C
 	if err := group.Wait(); err != nil {
 		return nil, errors.Join(err, l.End(ctx))
 	}
-	if err := l.online(ctx, plan.Nodes); err != nil {
+	if err := l.online(ctx, nodes); err != nil {
 		return nil, errors.Join(err, l.End(ctx))
 	}
 	return l, nil
 }
+
+func (l *Cluster) disks() string { return filepath.Join(l.Dir, "disks") }
+
+// Disk is the folder of simulated node i.
+func (l *Cluster) Disk(i int) string { return filepath.Join(l.disks(), fmt.Sprintf("s%d", i)) }
 
 // mountDisks makes a file system in memory for what the simulated nodes write. Real nodes have disks of their own: thirteen of them that sync to the
 // one that Redis syncs to would be measured, not Redis. It goes with the cluster's folder.

@@ -44,7 +44,7 @@ const reserve = 2 << 30
 // Up starts a cluster with as many nodes as the plan says, and gives its nodes the subject's image.
 func Up(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*Cluster, error) {
 	if plan.Simulated {
-		return upFleet(ctx, plan, logf)
+		return UpFleet(ctx, plan.Nodes, nil, logf)
 	}
 	total, err := memInfo("MemTotal")
 	if err != nil {
