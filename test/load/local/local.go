@@ -19,6 +19,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/dormouse-run/dormouse/agentd/simulated"
 	"github.com/dormouse-run/dormouse/test/cluster"
 	"github.com/dormouse-run/dormouse/test/images"
@@ -56,7 +58,7 @@ func Up(ctx context.Context, plan load.Plan, logf func(string, ...any)) (*Cluste
 		return nil, err
 	}
 	l := &Cluster{Cluster: c}
-	if err = l.room(ctx, plan); err == nil {
+	if err = errors.Join(l.disk(plan), l.room(ctx, plan)); err == nil {
 		l.Image, err = l.pushSubject(ctx)
 	}
 	if err != nil {
@@ -85,6 +87,18 @@ func (l *Cluster) room(ctx context.Context, plan load.Plan) error {
 		return fmt.Errorf("the nodes take %d sandboxes, the plan has %d; agentctl preflight --sandboxes %d says why; %s", takes, plan.Subjects, plan.Subjects, strings.Join(why, "; "))
 	}
 	return nil
+}
+
+// reserved is what a node leaves free on its disk, where nothing else is said: see agentd's reserve.disk.
+const reserved = 1 << 30
+
+// disk tells whether the disk of the artefacts, which the nodes share, has room for all that the plan has at its peak.
+func (l *Cluster) disk(plan load.Plan) error {
+	var st unix.Statfs_t
+	if err := unix.Statfs(l.NodeDir(1), &st); err != nil {
+		return fmt.Errorf("look at the disk of %s: %w", stack.NodeName(1), err)
+	}
+	return plan.CheckDisk(int64(st.Bavail)*st.Bsize, reserved) //nolint:gosec // no disk is that large
 }
 
 func (l *Cluster) pushSubject(ctx context.Context) (string, error) {
