@@ -95,7 +95,7 @@ const (
 	GuestSilent         Reason = "GUEST_SILENT" // guest init does not answer; details: uid
 	TransferCut         Reason = "TRANSFER_CUT" // the helper of a transfer ended before the transfer did; details: uid
 	PortClosed          Reason = "PORT_CLOSED"  // nothing listens there inside; details: port
-	ClaimFailed         Reason = "CLAIM_FAILED" // the claimed sandbox could not be resumed, and is deleted; details: uid, node, cause
+	ClaimFailed         Reason = "CLAIM_FAILED" // what a claim was given could not be resumed, and is deleted, and there was no other; details: uid, node, cause, lost, instead
 
 	// It ended before it was known.
 	DeadlineExpired Reason = "DEADLINE_EXPIRED"

@@ -288,7 +288,7 @@ func runnerSteps(t *testing.T) []string {
 func nodeCommands(t *testing.T) []string {
 	t.Helper()
 	found := map[string]bool{}
-	for _, file := range []string{"run.go", "checkpoint.go", "delete.go", "volume.go", "turn.go", "update.go", "template.go", "keeper.go", "claim.go"} {
+	for _, file := range []string{"run.go", "checkpoint.go", "delete.go", "volume.go", "turn.go", "update.go", "template.go", "fill.go", "given.go"} {
 		walk(t, "coordinator/internal/operations/"+file, func(n ast.Node) {
 			if b, ok := n.(*ast.BinaryExpr); ok && b.Op == token.ADD {
 				if lit, ok := b.X.(*ast.BasicLit); ok && strings.HasSuffix(lit.Value, `:"`) {

@@ -2,7 +2,6 @@ package operations
 
 import (
 	"context"
-	"encoding/json"
 	"maps"
 	"strconv"
 	"time"
@@ -32,31 +31,46 @@ func (e *Engine) ClaimSandbox(ctx context.Context, c Call, req ClaimSandbox) (*O
 	if err := problem(sandbox.ValidateEnv("env", req.Env)); err != nil {
 		return nil, err
 	}
-	taken := "" // by a build that may not have been applied
-	return e.submit(ctx, c, KindClaimSandbox, req, nil, func(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
-		e.release(taken)
-		taken = ""
-		pool, tpl, err := e.claimed(ctx, r, op.Tenant, req)
-		if err != nil {
-			return writes{}, err
-		}
-		if err := e.nameFree(ctx, r, op.Tenant, req.Name); err != nil {
-			return writes{}, err
-		}
-		sb, err := e.takeReady(ctx, r, op.Tenant, pool, tpl.UID)
-		if err != nil {
-			return writes{}, err
-		}
-		if sb == nil {
-			return e.claimCold(ctx, r, op, req, pool, tpl)
-		}
-		taken = sb.UID
-		w, err := e.claimWarm(op, req, tpl, sb)
-		if err != nil {
-			e.release(taken)
-		}
-		return w, err
-	})
+	g := giving{e: e, req: req, warm: true}
+	return e.submit(ctx, c, KindClaimSandbox, req, nil, g.build)
+}
+
+// giving decides what a claim is given, in the build of a commit that may run more than once.
+type giving struct {
+	e     *Engine
+	req   ClaimSandbox
+	warm  bool   // a ready member will do
+	taken string // the member that a build which may not have been applied has kept from others
+}
+
+// build is a door.
+func (g *giving) build(ctx context.Context, r catalog.Reader, op *Operation) (writes, error) {
+	e, req := g.e, g.req
+	e.release(g.taken)
+	g.taken = ""
+	pool, tpl, err := e.claimed(ctx, r, op.Tenant, req)
+	if err != nil {
+		return writes{}, err
+	}
+	if err := e.nameFree(ctx, r, op.Tenant, req.Name); err != nil {
+		return writes{}, err
+	}
+	if !g.warm {
+		return e.claimCold(ctx, r, op, req, pool, tpl)
+	}
+	sb, err := e.takeReady(ctx, r, op.Tenant, pool, tpl.UID)
+	if err != nil {
+		return writes{}, err
+	}
+	if sb == nil {
+		return e.claimCold(ctx, r, op, req, pool, tpl)
+	}
+	g.taken = sb.UID
+	w, err := e.claimWarm(op, req, tpl, sb)
+	if err != nil {
+		e.release(g.taken)
+	}
+	return w, err
 }
 
 // claimed reads what a claim names: the template, and the pool if it was one.
@@ -225,51 +239,4 @@ func (e *Engine) poolEmpty(pool *records.Pool, tpl *records.Template) error {
 		env = env.With("pool", pool.UID)
 	}
 	return env
-}
-
-// driveClaim has the node resume what the accepting commit gave, or restores.
-func (e *Engine) driveClaim(ctx context.Context, t *task) error {
-	if len(t.op.Plan.Copies) > 0 {
-		return e.driveCopies(ctx, t)
-	}
-	u := t.op.Plan.Target
-	if t.op.Error != nil {
-		return e.undoClaim(ctx, t)
-	}
-	sb, err := e.sandbox(ctx, e.cfg.Catalog, t.op.Tenant, u)
-	if errs.Has(err, errs.ObjectNotFound) || err == nil && sb.Status.Phase == sandbox.Deleting {
-		return e.finish(ctx, t, goneMeanwhile(u), nil)
-	}
-	if err != nil {
-		return err
-	}
-	var req ClaimSandbox
-	if err := json.Unmarshal(t.op.Request, &req); err != nil {
-		return e.finish(ctx, t, errs.Wrap(err, errs.InternalError, "read the request of operation %s", t.op.ID), nil)
-	}
-	var obs Observation
-	err = e.call(ctx, t, sb.Status.Node, "claim:"+u, func(ctx context.Context, c Command) (err error) {
-		obs, err = e.cfg.Agents.ClaimSandbox(ctx, sb.Status.Node, c, sb, req.Env)
-		return err
-	})
-	if env, failed := isFinal(err); failed {
-		why := errs.New(errs.ClaimFailed, "sandbox %s could not be resumed (%s) and is deleted; claim again with a new operation id", u, env.Message).
-			With("uid", u).With("node", sb.Status.Node).With("cause", string(env.Reason))
-		if err := e.undoing(ctx, t, why); err != nil || t.op.State != Pending {
-			return err
-		}
-		return e.undoClaim(ctx, t)
-	}
-	if err != nil {
-		return err
-	}
-	return e.recordTurn(ctx, t, sb.Status.Node, obs)
-}
-
-// undoClaim deletes the sandbox: it is in no pool any more, and goes back to none.
-func (e *Engine) undoClaim(ctx context.Context, t *task) error {
-	if err := e.removeSandbox(ctx, t, t.op.Plan.Target); err != nil {
-		return err
-	}
-	return e.finish(ctx, t, t.op.Error, nil)
 }

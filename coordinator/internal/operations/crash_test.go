@@ -207,7 +207,9 @@ func playScene(t *testing.T, sc scene, crash int) int {
 	w := newWorld(t)
 	e := w.lead()
 	do := sc.setUp(t, e)
-	w.node.fail = sc.fail
+	if sc.fail != nil {
+		w.node.fail = sc.fail
+	}
 	c := call(uid.New())
 	w.mu.Lock()
 	w.passed, w.crash = 0, crash

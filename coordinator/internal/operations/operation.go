@@ -66,6 +66,14 @@ type Plan struct {
 	VolumeUID     string `json:"volume_uid,omitempty"`
 	Node          string `json:"node,omitempty"`
 	Copies        []Copy `json:"copies,omitempty"`
+	// Lost are the sandboxes that a claim was given and that could not be resumed, in order.
+	Lost []Lost `json:"lost,omitempty"`
+}
+
+// Lost is a sandbox that a claim was given in vain, and why it could not be resumed.
+type Lost struct {
+	SandboxUID string      `json:"sandbox_uid"`
+	Why        *errs.Error `json:"why"`
 }
 
 // uids lists what the operation makes or acts on.
@@ -78,6 +86,9 @@ func (p Plan) uids() []string {
 	}
 	for _, c := range p.Copies {
 		all = append(append(all, c.SandboxUID), c.Clones...)
+	}
+	for _, l := range p.Lost {
+		all = append(all, l.SandboxUID)
 	}
 	return all
 }

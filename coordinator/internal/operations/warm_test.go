@@ -44,6 +44,7 @@ func filledPool(t *testing.T, e *term, size, most int) string {
 	t.Helper()
 	pool := madePool(t, e, warm.PoolSpec{TemplateUID: madeTemplate(t, e), Size: size, MaxMembers: most})
 	e.w.full(pool, size)
+	e.w.eventually("all may be claimed", func() bool { return e.Claimable(pool) == size })
 	return pool
 }
 
@@ -165,6 +166,13 @@ func warmScenes() []scene {
 		{name: "claim", setUp: func(t *testing.T, e *term) run { return claim(filledPool(t, e, 1, 1), "mine", true) }, settle: refilled(1)},
 		{name: "claim what cannot be resumed", want: errs.ClaimFailed, fail: refuse("claim", errs.GuestSilent),
 			setUp: func(t *testing.T, e *term) run { return claim(filledPool(t, e, 1, 1), "mine", true) }, settle: refilled(1)},
+		{name: "claim what cannot be resumed, and the next", setUp: func(t *testing.T, e *term) run {
+			pool := filledPool(t, e, 2, 2)
+			e.w.node.failing(1)
+			return claim(pool, "mine", true)
+		}, settle: refilled(2)},
+		{name: "claim what cannot be resumed, and a restore", fail: refuse("claim", errs.GuestSilent),
+			setUp: func(t *testing.T, e *term) run { return claim(filledPool(t, e, 1, 1), "mine", false) }, settle: refilled(1)},
 		{name: "claim cold", setUp: func(t *testing.T, e *term) run {
 			u := madeTemplate(t, e)
 			return func(ctx context.Context, e *term, c operations.Call) (*operations.Operation, error) {

@@ -77,7 +77,8 @@ type SandboxServiceClient interface {
 	// could not be brought back stays Hibernated.
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
 	// ClaimSandbox gives the caller a sandbox of a template, set up and running: a ready member of a pool, which is nobody else's from the commit
-	// on that accepts the operation, or where none is ready what the fallback says. CLAIM_FAILED: its node could not resume it, and it is deleted.
+	// on that accepts the operation, or where none is ready what the fallback says. What its node cannot resume
+	// is deleted, and the next one is given; CLAIM_FAILED: there was no other.
 	ClaimSandbox(ctx context.Context, in *ClaimSandboxRequest, opts ...grpc.CallOption) (*ClaimSandboxResponse, error)
 }
 
@@ -280,7 +281,8 @@ type SandboxServiceServer interface {
 	// could not be brought back stays Hibernated.
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
 	// ClaimSandbox gives the caller a sandbox of a template, set up and running: a ready member of a pool, which is nobody else's from the commit
-	// on that accepts the operation, or where none is ready what the fallback says. CLAIM_FAILED: its node could not resume it, and it is deleted.
+	// on that accepts the operation, or where none is ready what the fallback says. What its node cannot resume
+	// is deleted, and the next one is given; CLAIM_FAILED: there was no other.
 	ClaimSandbox(context.Context, *ClaimSandboxRequest) (*ClaimSandboxResponse, error)
 	mustEmbedUnimplementedSandboxServiceServer()
 }
