@@ -1,7 +1,7 @@
 package main
 
 import (
-	"fmt"
+	"iter"
 	"strconv"
 	"strings"
 	"time"
@@ -9,7 +9,6 @@ import (
 	"github.com/urfave/cli/v2"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
-	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/command"
 	"github.com/dormouse-run/dormouse/pkg/config"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
@@ -42,32 +41,23 @@ func snapshotColumns() []command.Column[*dormousev1.Snapshot] {
 	}
 }
 
+var snapshots = kind[*dormousev1.Snapshot]{name: "snapshot", id: snapshotID, columns: snapshotColumns,
+	find: func(c call, ref string) (found[*dormousev1.Snapshot], error) {
+		s, err := c.client.FindSnapshot(c.ctx, ref)
+		if err != nil {
+			return found[*dormousev1.Snapshot]{}, err
+		}
+		return found[*dormousev1.Snapshot]{s, s.UID, s.Last}, nil
+	}}
+
 func snapshotCommands() *cli.Command {
 	return &cli.Command{Name: "snapshot", Usage: "list, show and delete snapshots", Subcommands: []*cli.Command{
-		{
-			Name: "ls", Usage: "list snapshots",
-			Flags: callFlags(false,
-				&cli.StringFlag{Name: "source", Usage: "only those of a sandbox, by uid (it may be gone)"},
-				&cli.BoolFlag{Name: "all", Aliases: []string{"a"}, Usage: "deleted ones too"}),
-			Action: action(0, 0, func(c call) error {
-				all, err := client.Collect(c.client.ListSnapshots(c.ctx, &dormousev1.ListSnapshotsRequest{
-					SourceSandboxUid: c.String("source"), IncludeDeleted: c.Bool("all"), PageSize: 500}))
-				if err != nil {
-					return err
-				}
-				return command.List(c.print, all, snapshotID, snapshotColumns())
-			}),
+		snapshots.ls(func(c call) iter.Seq2[*dormousev1.Snapshot, error] {
+			return c.client.ListSnapshots(c.ctx, &dormousev1.ListSnapshotsRequest{SourceSandboxUid: c.String("source"), IncludeDeleted: c.Bool("all"), PageSize: 500})
 		},
-		{
-			Name: "get", Usage: "show a snapshot", ArgsUsage: "SNAPSHOT", Flags: callFlags(false),
-			Action: action(1, 1, func(c call) error {
-				s, err := c.client.FindSnapshot(c.ctx, c.Args().First())
-				if err != nil {
-					return err
-				}
-				return command.One(c.print, s.Last, snapshotID, snapshotColumns())
-			}),
-		},
+			&cli.StringFlag{Name: "source", Usage: "only those of a sandbox, by uid (it may be gone)"},
+			&cli.BoolFlag{Name: "all", Aliases: []string{"a"}, Usage: "deleted ones too"}),
+		snapshots.get(),
 		{
 			Name: "rm", Usage: "delete snapshots, by name or uid, or those that flags select", ArgsUsage: "[SNAPSHOT...]",
 			Description: "Several are deleted at a time. A node removes a few at a time, and those of other tenants in between: ten thousand take a while.\n" +
@@ -104,6 +94,15 @@ func volumeColumns() []command.Column[*dormousev1.Volume] {
 	}
 }
 
+var volumes = kind[*dormousev1.Volume]{name: "volume", id: volumeID, columns: volumeColumns,
+	find: func(c call, ref string) (found[*dormousev1.Volume], error) {
+		v, err := c.client.FindVolume(c.ctx, ref)
+		if err != nil {
+			return found[*dormousev1.Volume]{}, err
+		}
+		return found[*dormousev1.Volume]{v, v.UID, v.Last}, nil
+	}}
+
 func limitOf(v *dormousev1.Volume) string {
 	if v.GetSpec().GetSizeLimitBytes() == 0 {
 		return "none"
@@ -130,38 +129,11 @@ func volumeCommands() *cli.Command {
 				&cli.StringFlag{Name: "from", Usage: "copy this volume"})...),
 			Action: action(0, 0, createVolume),
 		},
-		{
-			Name: "ls", Usage: "list volumes", Flags: callFlags(false, &cli.StringFlag{Name: "node", Usage: "only those of a node"}),
-			Action: action(0, 0, func(c call) error {
-				all, err := client.Collect(c.client.ListVolumes(c.ctx, &dormousev1.ListVolumesRequest{Node: c.String("node"), PageSize: 500}))
-				if err != nil {
-					return err
-				}
-				return command.List(c.print, all, volumeID, volumeColumns())
-			}),
-		},
-		{
-			Name: "get", Usage: "show a volume", ArgsUsage: "VOLUME", Flags: callFlags(false),
-			Action: action(1, 1, func(c call) error {
-				v, err := c.client.FindVolume(c.ctx, c.Args().First())
-				if err != nil {
-					return err
-				}
-				return command.One(c.print, v.Last, volumeID, volumeColumns())
-			}),
-		},
-		{
-			Name: "rm", Usage: "delete volumes", ArgsUsage: "VOLUME...", Flags: callFlags(true, forceFlag()),
-			Action: action(1, -1, func(c call) error {
-				return removeEach(c, func(ref string) (remover, string, error) {
-					v, err := c.client.FindVolume(c.ctx, ref)
-					if err != nil {
-						return nil, "", err
-					}
-					return v, v.UID, nil
-				})
-			}),
-		},
+		volumes.ls(func(c call) iter.Seq2[*dormousev1.Volume, error] {
+			return c.client.ListVolumes(c.ctx, &dormousev1.ListVolumesRequest{Node: c.String("node"), PageSize: 500})
+		}, &cli.StringFlag{Name: "node", Usage: "only those of a node"}),
+		volumes.get(),
+		volumes.rm("delete volumes"),
 	}}
 }
 
@@ -195,9 +167,5 @@ func createVolume(c call) error {
 	if err != nil {
 		return withOperation(err, op)
 	}
-	if !c.print.Table() {
-		return command.One(c.print, v.Last, volumeID, volumeColumns())
-	}
-	_, err = fmt.Fprintln(c.App.Writer, v.UID)
-	return err
+	return volumes.made(c, v.Last)
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"iter"
 	"strconv"
 	"strings"
 
@@ -9,7 +10,6 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/fieldmaskpb"
 
-	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/command"
 	"github.com/dormouse-run/dormouse/pkg/config"
 	"github.com/dormouse-run/dormouse/pkg/errs"
@@ -34,6 +34,15 @@ func templateColumns() []command.Column[*dormousev1.Template] {
 		{Name: "REASON", Wide: true, Show: func(t *dormousev1.Template) string { return t.GetStatus().GetReason() }},
 	}
 }
+
+var templates = kind[*dormousev1.Template]{name: "template", id: templateID, columns: templateColumns,
+	find: func(c call, ref string) (found[*dormousev1.Template], error) {
+		t, err := c.client.FindTemplate(c.ctx, ref)
+		if err != nil {
+			return found[*dormousev1.Template]{}, err
+		}
+		return found[*dormousev1.Template]{t, t.UID, t.Last}, nil
+	}}
 
 // templateFlags describe the sandbox that is set up: those of create that a template can have.
 func templateFlags() []cli.Flag {
@@ -61,38 +70,11 @@ func templateCommands() *cli.Command {
 			Flags:       callFlags(true, templateFlags()...),
 			Action:      action(0, -1, createTemplate),
 		},
-		{
-			Name: "ls", Usage: "list templates", Flags: callFlags(false),
-			Action: action(0, 0, func(c call) error {
-				all, err := client.Collect(c.client.ListTemplates(c.ctx, &dormousev1.ListTemplatesRequest{PageSize: 500}))
-				if err != nil {
-					return err
-				}
-				return command.List(c.print, all, templateID, templateColumns())
-			}),
-		},
-		{
-			Name: "get", Usage: "show a template", ArgsUsage: "TEMPLATE", Flags: callFlags(false),
-			Action: action(1, 1, func(c call) error {
-				t, err := c.client.FindTemplate(c.ctx, c.Args().First())
-				if err != nil {
-					return err
-				}
-				return command.One(c.print, t.Last, templateID, templateColumns())
-			}),
-		},
-		{
-			Name: "rm", Usage: "delete templates that no pool is of, with their golden snapshots", ArgsUsage: "TEMPLATE...", Flags: callFlags(true, forceFlag()),
-			Action: action(1, -1, func(c call) error {
-				return removeEach(c, func(ref string) (remover, string, error) {
-					t, err := c.client.FindTemplate(c.ctx, ref)
-					if err != nil {
-						return nil, "", err
-					}
-					return t, t.UID, nil
-				})
-			}),
-		},
+		templates.ls(func(c call) iter.Seq2[*dormousev1.Template, error] {
+			return c.client.ListTemplates(c.ctx, &dormousev1.ListTemplatesRequest{PageSize: 500})
+		}),
+		templates.get(),
+		templates.rm("delete templates that no pool is of, with their golden snapshots"),
 	}}
 }
 
@@ -108,11 +90,7 @@ func createTemplate(c call) error {
 		}
 		return withOperation(err, req.GetOperationId())
 	}
-	if !c.print.Table() {
-		return command.One(c.print, t.Last, templateID, templateColumns())
-	}
-	_, err = fmt.Fprintln(c.App.Writer, t.UID)
-	return err
+	return templates.made(c, t.Last)
 }
 
 func templateRequest(c call) (*dormousev1.CreateTemplateRequest, error) {
@@ -193,6 +171,15 @@ func poolColumns() []command.Column[*dormousev1.Pool] {
 	}
 }
 
+var pools = kind[*dormousev1.Pool]{name: "pool", id: poolID, columns: poolColumns,
+	find: func(c call, ref string) (found[*dormousev1.Pool], error) {
+		p, err := c.client.FindPool(c.ctx, ref)
+		if err != nil {
+			return found[*dormousev1.Pool]{}, err
+		}
+		return found[*dormousev1.Pool]{p, p.UID, p.Last}, nil
+	}}
+
 // poolState is why the pool is not full, or that it is.
 func poolState(p *dormousev1.Pool) string {
 	if p.GetStatus().GetPhase() == dormousev1.PoolPhase_POOL_PHASE_DELETING {
@@ -243,26 +230,10 @@ func poolCommands() *cli.Command {
 			Flags:  callFlags(true, append(metaFlags(), poolFlags()...)...),
 			Action: action(1, 1, createPool),
 		},
-		{
-			Name: "ls", Usage: "list pools", Flags: callFlags(false),
-			Action: action(0, 0, func(c call) error {
-				all, err := client.Collect(c.client.ListPools(c.ctx, &dormousev1.ListPoolsRequest{PageSize: 500}))
-				if err != nil {
-					return err
-				}
-				return command.List(c.print, all, poolID, poolColumns())
-			}),
-		},
-		{
-			Name: "get", Usage: "show a pool", ArgsUsage: "POOL", Flags: callFlags(false),
-			Action: action(1, 1, func(c call) error {
-				p, err := c.client.FindPool(c.ctx, c.Args().First())
-				if err != nil {
-					return err
-				}
-				return command.One(c.print, p.Last, poolID, poolColumns())
-			}),
-		},
+		pools.ls(func(c call) iter.Seq2[*dormousev1.Pool, error] {
+			return c.client.ListPools(c.ctx, &dormousev1.ListPoolsRequest{PageSize: 500})
+		}),
+		pools.get(),
 		{
 			Name: "set", Usage: "change a pool", ArgsUsage: "POOL",
 			Flags: callFlags(true, append(poolFlags(),
@@ -270,18 +241,7 @@ func poolCommands() *cli.Command {
 				&cli.StringSliceFlag{Name: "label", Aliases: []string{"l"}, Usage: "KEY=VALUE, may be repeated; replaces all labels"})...),
 			Action: action(1, 1, setPool),
 		},
-		{
-			Name: "rm", Usage: "delete pools and their members; what was claimed stays", ArgsUsage: "POOL...", Flags: callFlags(true, forceFlag()),
-			Action: action(1, -1, func(c call) error {
-				return removeEach(c, func(ref string) (remover, string, error) {
-					p, err := c.client.FindPool(c.ctx, ref)
-					if err != nil {
-						return nil, "", err
-					}
-					return p, p.UID, nil
-				})
-			}),
-		},
+		pools.rm("delete pools and their members; what was claimed stays"),
 	}}
 }
 
@@ -313,15 +273,7 @@ func createPool(c call) error {
 	if err != nil {
 		return withOperation(err, op)
 	}
-	return showPool(c, p)
-}
-
-func showPool(c call, p *client.Pool) error {
-	if !c.print.Table() {
-		return command.One(c.print, p.Last, poolID, poolColumns())
-	}
-	_, err := fmt.Fprintln(c.App.Writer, p.UID)
-	return err
+	return pools.made(c, p.Last)
 }
 
 func setPool(c call) error {
@@ -373,7 +325,7 @@ func setPool(c call) error {
 	if err := p.Update(c.ctx, req); err != nil {
 		return withOperation(err, op)
 	}
-	return showPool(c, p)
+	return pools.made(c, p.Last)
 }
 
 func claimCommand() *cli.Command {
