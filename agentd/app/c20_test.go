@@ -82,7 +82,7 @@ func second[T any](_ T, err error) error { return err }
 // await waits until a command is admitted: the session may be a moment younger here than there.
 func (b *bench) await(cmd func() *nodev1.Command) {
 	b.t.Helper()
-	eventually(b.t, "the later coordinator is obeyed", func() bool {
+	eventually(b.t, "a command is admitted", func() bool {
 		_, err := b.agent.DeleteVolume(ctx(b.t), &nodev1.DeleteVolumeRequest{Command: cmd(), Uid: uid.New()})
 		return err == nil
 	})

@@ -155,6 +155,7 @@ func newBench(t testing.TB) *bench {
 	b.serveCoordinator()
 	b.startAgentd()
 	b.dial()
+	b.await(b.cmd)
 	return b
 }
 
@@ -177,7 +178,7 @@ func (b *bench) serveCoordinator() {
 	b.t.Cleanup(b.stopCoordinator)
 }
 
-// startAgentd starts agentd and waits until it has a session.
+// startAgentd starts agentd and waits until it has a session, and takes commands in it.
 func (b *bench) startAgentd() {
 	b.t.Helper()
 	before := b.coord.epoch()
@@ -187,6 +188,9 @@ func (b *bench) startAgentd() {
 		}
 		return nil
 	}))
+	if b.agent != nil {
+		b.await(b.cmd)
+	}
 }
 
 func (b *bench) dial() {
