@@ -17,7 +17,7 @@ import (
 )
 
 // startBudget is how long a server may take to load its data and answer.
-const startBudget = 30 * time.Second
+const startBudget = 2 * time.Minute
 
 // Program is one of the servers that the catalog is kept in.
 type Program struct {
@@ -113,7 +113,7 @@ func (s *Server) Become(t testing.TB, p Program) {
 	s.program = tools.Path(t, p.binary)
 }
 
-// ping waits up to 50 ms for one answer.
+// ping waits up to a second for one answer.
 func (s *Server) ping() error {
 	conn, err := net.DialTimeout("unix", s.Socket, time.Second)
 	if err != nil {
@@ -121,7 +121,7 @@ func (s *Server) ping() error {
 		return err
 	}
 	defer conn.Close()
-	if err := conn.SetDeadline(time.Now().Add(50 * time.Millisecond)); err != nil {
+	if err := conn.SetDeadline(time.Now().Add(time.Second)); err != nil {
 		return err
 	}
 	if _, err := conn.Write([]byte("PING\r\n")); err != nil {
