@@ -210,6 +210,9 @@ func (c *Capturer) Capture(ctx context.Context, s Subject, m *Manifest, estimate
 	return c.store.publish(m)
 }
 
+// Width is how many are captured at a time.
+func (c *Capturer) Width() int { return cap(c.slots) }
+
 // Busy tells whether something is being captured, or waits for its turn.
 func (c *Capturer) Busy() bool { return c.turns.Load() > 0 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
@@ -72,6 +73,11 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 			err = errors.Join(err, o.n.dropSnapshot(after, *snap, o.rec.ErofsDigest))
 		}
 	}()
+	leave, waited := o.n.enterTimed(ctx, o.n.captures)
+	defer leave()
+	if err := context.Cause(ctx); err != nil {
+		return errs.From(err).WithOutcome(errs.NotStarted, errs.SameOperation)
+	}
 	if err := o.n.Images.Hold(ctx, o.rec.ErofsDigest, snap.UID); err != nil {
 		return err
 	}
@@ -88,7 +94,7 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 	}
 	defer o.n.trims.add(o.uid)
 	err = o.frozen(ctx, snap.UID, func(ctx context.Context, s checkpoint.Subject) (checkpoint.Frozen, error) {
-		err := o.captured(ctx, s, m, int64(stats.MemoryBytes))
+		err := o.captured(ctx, s, m, int64(stats.MemoryBytes), waited)
 		return checkpoint.Frozen{At: m.FrozenAt, For: m.Freeze}, err
 	})
 	if err != nil {
@@ -104,9 +110,10 @@ func (o *owner) capture(ctx context.Context, snap *nodestate.Snapshot) (err erro
 	return o.n.fault("checkpoint.record.after")
 }
 
-// captured has the artefact made, and measures it.
-func (o *owner) captured(ctx context.Context, s checkpoint.Subject, m *checkpoint.Manifest, estimate int64) error {
+// captured has the artefact made, and measures it. waited is how long it waited for a turn already.
+func (o *owner) captured(ctx context.Context, s checkpoint.Subject, m *checkpoint.Manifest, estimate int64, waited time.Duration) error {
 	err := o.n.Capturer.Capture(ctx, s, m, estimate)
+	m.Queued += waited
 	o.n.measure("checkpoint", queueStep, m.Queued, nil)
 	o.n.measure("checkpoint", captureStep, m.Service, err)
 	return err

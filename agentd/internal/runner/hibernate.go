@@ -76,7 +76,7 @@ func (o *owner) lieDown(ctx context.Context, m *checkpoint.Manifest, estimate in
 	if err := o.n.fault("hibernate.frozen.after"); err != nil {
 		return err
 	}
-	if err := o.captured(ctx, o.still(), m, estimate); err != nil {
+	if err := o.captured(ctx, o.still(), m, estimate, 0); err != nil {
 		return err
 	}
 	return o.n.fault("hibernate.saved.after")

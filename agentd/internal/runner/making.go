@@ -179,7 +179,7 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-	b.queued = o.n.Now().Sub(asked)
+	b.queued += o.n.Now().Sub(asked)
 	o.n.measure(b.verb, queueStep, b.queued, nil)
 	var handle runtime.Handle
 	var err error

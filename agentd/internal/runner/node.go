@@ -83,9 +83,9 @@ type Node struct {
 	// slots bounds how many runtimes are being started.
 	slots chan struct{}
 	shelf *shelf
-	// ends bounds how many are being ended.
-	ends  *ends
-	trims *trims
+	// ends, makes and captures bound how many are being ended, made and captured.
+	ends, makes, captures *gate
+	trims                 *trims
 }
 
 var errClosing = errs.New(errs.ShuttingDown, "agentd is stopping; ask again with the same command id once it has started")
@@ -107,7 +107,9 @@ func New(opts Options) (*Node, error) {
 	if err := os.Chmod(opts.Root, 0o700); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
-	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1), ends: newEnds(), trims: newTrims(), slots: make(chan struct{}, max(opts.Width, 1))}
+	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1),
+		ends: newEnds(), trims: newTrims(), slots: make(chan struct{}, max(opts.Width, 1))}
+	n.makes, n.captures = newGate(cap(n.slots)+ahead), newGate(opts.Capturer.Width()+ahead)
 	var err error
 	if n.shelf, err = openShelf(opts.ReadyRoot, opts.Ready); err != nil {
 		return nil, err

@@ -35,7 +35,7 @@ type build struct {
 	binds    []Bind
 	spec     *specs.Spec
 
-	// began is when the first step was begun, queued how long the runtime waited for its turn.
+	// began is when the first step was due, queued how long it and the runtime waited for their turns.
 	began  time.Time
 	queued time.Duration
 
@@ -73,6 +73,9 @@ func (b *build) with(fn func(context.Context, *build) error) func(context.Contex
 // make runs the steps in order. A step that fails ends it; the error names the step.
 func (o *owner) make(ctx context.Context, b *build) error {
 	b.began = o.n.Now()
+	var leave func()
+	leave, b.queued = o.n.enterTimed(ctx, o.n.makes)
+	defer leave()
 	for _, s := range o.steps(b) {
 		point := b.verb + "." + s.name
 		if err := o.n.fault(point + ".before"); err != nil {
