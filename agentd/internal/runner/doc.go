@@ -50,6 +50,11 @@
 // there is none): the command's result is kept, and asking again with the same command id gives it. Close
 // cancels it, and what was being made is then undone in a bounded time.
 //
+// # Turns
+//
+// Few are made, captured and ended at a time (gate.go): who waits has its intent recorded and nothing else done. What a capture leaves in a
+// runtime's memory is given back when nobody has a turn, or when the memory is needed (trims.go).
+//
 // # Crash points
 //
 // Each step has a fault point before and after it ("start.image.before", ...), as have capture, delete
