@@ -331,21 +331,16 @@ func (s eventService) ListEvents(ctx context.Context, req *dormousev1.ListEvents
 	if err != nil {
 		return nil, err
 	}
-	recs, next, err := s.list(ctx, selection{query: catalog.Query{Kind: catalog.KindEvent, Tenant: id.Tenant},
-		size: req.GetPageSize(), token: req.GetPageToken(), filter: filterID("events", req.GetObjectUid()),
-		keep: func(r catalog.Record) (bool, error) {
-			ev, err := records.EventOf(r)
-			return err == nil && (req.GetObjectUid() == "" || ev.ObjectUID == req.GetObjectUid()), err
-		}})
+	sel := selection{query: catalog.Query{Kind: catalog.KindEvent, Tenant: id.Tenant},
+		size: req.GetPageSize(), token: req.GetPageToken(), filter: filterID("events", req.GetObjectUid())}
+	all, next, err := list(ctx, s.Server, sel, records.EventOf, func(ev *records.Event) bool {
+		return req.GetObjectUid() == "" || ev.ObjectUID == req.GetObjectUid()
+	})
 	if err != nil {
 		return nil, err
 	}
 	resp := &dormousev1.ListEventsResponse{NextPageToken: next}
-	for _, r := range recs {
-		ev, err := records.EventOf(r)
-		if err != nil {
-			return nil, err
-		}
+	for _, ev := range all {
 		resp.Events = append(resp.Events, &dormousev1.Event{Uid: ev.UID, ObjectKind: ev.ObjectKind, ObjectUid: ev.ObjectUID,
 			Reason: ev.Reason, Message: ev.Message, Warning: ev.Warning, Time: timeToProto(ev.Time)})
 	}

@@ -64,11 +64,10 @@ type selection struct {
 	filter string
 	size   int32
 	token  string
-	keep   func(catalog.Record) (bool, error)
 }
 
-// list gives a page of records, and the token of the next one.
-func (s *Server) list(ctx context.Context, sel selection) ([]catalog.Record, string, error) {
+// list gives a page of the objects that keep wants, as read gives them of their records, and the token of the next one.
+func list[T any](ctx context.Context, s *Server, sel selection, read func(catalog.Record) (T, error), keep func(T) bool) ([]T, string, error) {
 	size, err := catalog.PageSize(int(sel.size))
 	if err != nil {
 		return nil, "", err
@@ -77,7 +76,7 @@ func (s *Server) list(ctx context.Context, sel selection) ([]catalog.Record, str
 	if err != nil {
 		return nil, "", err
 	}
-	var out []catalog.Record
+	var out []T
 	sel.query.After = t.After
 	for range maxReads {
 		sel.query.PageSize = size - len(out)
@@ -86,12 +85,12 @@ func (s *Server) list(ctx context.Context, sel selection) ([]catalog.Record, str
 			return nil, "", err
 		}
 		for _, rec := range page.Records {
-			keep, err := sel.keep(rec)
+			o, err := read(rec)
 			if err != nil {
 				return nil, "", err
 			}
-			if keep {
-				out = append(out, rec)
+			if keep(o) {
+				out = append(out, o)
 			}
 		}
 		sel.query.After = page.Next

@@ -132,21 +132,16 @@ func (s sandboxService) ListSandboxes(ctx context.Context, req *dormousev1.ListS
 		return nil, err
 	}
 	sorted := slices.Sorted(slices.Values(req.GetLabels()))
-	recs, next, err := s.list(ctx, selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(),
-		filter: filterID("sandboxes", req.GetName(), req.GetNode(), string(phase), fmt.Sprintf("%q", sorted)),
-		keep: func(r catalog.Record) (bool, error) {
-			sb, err := records.SandboxOf(r)
-			return err == nil && !sb.Hidden() && (req.GetNode() == "" || sb.Status.Node == req.GetNode()) && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels), err
-		}})
+	sel := selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(),
+		filter: filterID("sandboxes", req.GetName(), req.GetNode(), string(phase), fmt.Sprintf("%q", sorted))}
+	all, next, err := list(ctx, s.Server, sel, records.SandboxOf, func(sb *records.Sandbox) bool {
+		return !sb.Hidden() && (req.GetNode() == "" || sb.Status.Node == req.GetNode()) && (req.GetName() == "" || sb.Name == req.GetName()) && hasLabels(sb.Labels, labels)
+	})
 	if err != nil {
 		return nil, err
 	}
 	resp := &dormousev1.ListSandboxesResponse{NextPageToken: next, Sequence: seq}
-	for _, r := range recs {
-		sb, err := records.SandboxOf(r)
-		if err != nil {
-			return nil, err
-		}
+	for _, sb := range all {
 		resp.Sandboxes = append(resp.Sandboxes, sandboxToProto(sb))
 	}
 	return resp, nil

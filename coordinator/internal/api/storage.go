@@ -71,19 +71,14 @@ func (s snapshotService) ListSnapshots(ctx context.Context, req *dormousev1.List
 	if phase != "" {
 		q.Phases = []string{string(phase)}
 	}
-	recs, next, err := s.list(ctx, selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(), filter: filter,
-		keep: func(r catalog.Record) (bool, error) {
-			snap, err := records.SnapshotOf(r)
-			return err == nil && matches(snap.Name, snap.SourceSandboxUID), err
-		}})
+	sel := selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(), filter: filter}
+	all, next, err := list(ctx, s.Server, sel, records.SnapshotOf, func(snap *records.Snapshot) bool {
+		return matches(snap.Name, snap.SourceSandboxUID)
+	})
 	if err != nil {
 		return nil, err
 	}
-	for _, r := range recs {
-		snap, err := records.SnapshotOf(r)
-		if err != nil {
-			return nil, err
-		}
+	for _, snap := range all {
 		resp.Snapshots = append(resp.Snapshots, snapshotToProto(snap))
 	}
 	if next == "" && req.GetIncludeDeleted() && phase == "" {
@@ -224,21 +219,16 @@ func (s volumeService) ListVolumes(ctx context.Context, req *dormousev1.ListVolu
 	if err != nil {
 		return nil, err
 	}
-	recs, next, err := s.list(ctx, selection{query: catalog.Query{Kind: catalog.KindVolume, Tenant: id.Tenant, Node: req.GetNode()},
-		size: req.GetPageSize(), token: req.GetPageToken(), filter: filterID("volumes", req.GetName(), req.GetNode()),
-		keep: func(r catalog.Record) (bool, error) {
-			v, err := records.VolumeOf(r)
-			return err == nil && (req.GetName() == "" || v.Name == req.GetName()), err
-		}})
+	sel := selection{query: catalog.Query{Kind: catalog.KindVolume, Tenant: id.Tenant, Node: req.GetNode()},
+		size: req.GetPageSize(), token: req.GetPageToken(), filter: filterID("volumes", req.GetName(), req.GetNode())}
+	all, next, err := list(ctx, s.Server, sel, records.VolumeOf, func(v *records.Volume) bool {
+		return req.GetName() == "" || v.Name == req.GetName()
+	})
 	if err != nil {
 		return nil, err
 	}
 	resp := &dormousev1.ListVolumesResponse{NextPageToken: next, Sequence: seq}
-	for _, r := range recs {
-		v, err := records.VolumeOf(r)
-		if err != nil {
-			return nil, err
-		}
+	for _, v := range all {
 		p, err := s.volumeToProto(ctx, v)
 		if err != nil {
 			return nil, err

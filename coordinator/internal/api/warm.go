@@ -67,20 +67,15 @@ func (s templateService) ListTemplates(ctx context.Context, req *dormousev1.List
 	if phase != "" {
 		q.Phases = []string{string(phase)}
 	}
-	recs, next, err := s.list(ctx, selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(), filter: filterID("templates", req.GetName(), string(phase)),
-		keep: func(r catalog.Record) (bool, error) {
-			t, err := records.TemplateOf(r)
-			return err == nil && (req.GetName() == "" || t.Name == req.GetName()), err
-		}})
+	sel := selection{query: q, size: req.GetPageSize(), token: req.GetPageToken(), filter: filterID("templates", req.GetName(), string(phase))}
+	all, next, err := list(ctx, s.Server, sel, records.TemplateOf, func(t *records.Template) bool {
+		return req.GetName() == "" || t.Name == req.GetName()
+	})
 	if err != nil {
 		return nil, err
 	}
 	resp := &dormousev1.ListTemplatesResponse{NextPageToken: next}
-	for _, r := range recs {
-		t, err := records.TemplateOf(r)
-		if err != nil {
-			return nil, err
-		}
+	for _, t := range all {
 		resp.Templates = append(resp.Templates, templateToProto(t))
 	}
 	return resp, nil
@@ -187,21 +182,16 @@ func (s poolService) ListPools(ctx context.Context, req *dormousev1.ListPoolsReq
 			return nil, err
 		}
 	}
-	recs, next, err := s.list(ctx, selection{query: catalog.Query{Kind: catalog.KindPool, Tenant: id.Tenant}, size: req.GetPageSize(), token: req.GetPageToken(),
-		filter: filterID("pools", req.GetName(), req.GetTemplateUid()),
-		keep: func(r catalog.Record) (bool, error) {
-			p, err := records.PoolOf(r)
-			return err == nil && (req.GetName() == "" || p.Name == req.GetName()) && (req.GetTemplateUid() == "" || p.Spec.TemplateUID == req.GetTemplateUid()), err
-		}})
+	sel := selection{query: catalog.Query{Kind: catalog.KindPool, Tenant: id.Tenant}, size: req.GetPageSize(), token: req.GetPageToken(),
+		filter: filterID("pools", req.GetName(), req.GetTemplateUid())}
+	all, next, err := list(ctx, s.Server, sel, records.PoolOf, func(p *records.Pool) bool {
+		return (req.GetName() == "" || p.Name == req.GetName()) && (req.GetTemplateUid() == "" || p.Spec.TemplateUID == req.GetTemplateUid())
+	})
 	if err != nil {
 		return nil, err
 	}
 	resp := &dormousev1.ListPoolsResponse{NextPageToken: next}
-	for _, r := range recs {
-		p, err := records.PoolOf(r)
-		if err != nil {
-			return nil, err
-		}
+	for _, p := range all {
 		pool, err := s.poolToProto(ctx, p)
 		if err != nil {
 			return nil, err
