@@ -92,16 +92,18 @@ func (b *bench) startBoth(ctx context.Context, floor *bare, spec *specs.Spec, pr
 	return x.Remove(ctx)
 }
 
-// startRates starts blocks of sandboxes each way in turn and gives the median rates.
+// startRates starts blocks of sandboxes each way in turn and gives the median rates. What CPU they took, and who, goes into the notes.
 func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, width int) (product, its float64, err error) {
 	const block = 12
 	var a, c Sample
-	for range b.times(5) {
+	mine, bare := cpuUse{}, cpuUse{}
+	rounds := b.times(5)
+	for range rounds {
 		made := make([]*client.Sandbox, block)
 		if err := wait.For(ctx, breath); err != nil {
 			return 0, 0, err
 		}
-		took, err := inParallel(ctx, width, block, func(ctx context.Context, i int) (err error) {
+		took, err := b.counted(ctx, mine, width, block, func(ctx context.Context, i int) (err error) {
 			made[i], err = b.create(ctx, startMemory, nil)
 			return err
 		})
@@ -121,7 +123,7 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 		if err := wait.For(ctx, breath); err != nil {
 			return 0, 0, err
 		}
-		took, err = inParallel(ctx, width, block, func(ctx context.Context, i int) error {
+		took, err = b.counted(ctx, bare, width, block, func(ctx context.Context, i int) error {
 			_, _, err := boxes[i].Start(ctx)
 			return err
 		})
@@ -133,6 +135,7 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 			return 0, 0, err
 		}
 	}
+	b.note("%d at a time, CPU of a start: %s; bare: %s", width, mine.each(block*rounds), bare.each(block*rounds))
 	return a.Median(), c.Median(), nil
 }
 
