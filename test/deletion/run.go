@@ -337,6 +337,9 @@ func (r *run) die(ctx context.Context, leave func()) error {
 		}
 		return err
 	})
+	if err == nil {
+		err = r.seen(ctx)
+	}
 	if err != nil {
 		return err
 	}
