@@ -23,6 +23,7 @@ type checker struct {
 	objects map[string]*object
 	byUID   map[string]string
 	windows []window
+	losses  []loss
 	limit   time.Duration
 }
 
@@ -128,7 +129,7 @@ func (p *partition) concerning(steps []porcupine.Operation) string {
 	said := make(map[*Record]bool)
 	for _, e := range slices.SortedFunc(slices.Values(p.events), func(a, b porcupine.Operation) int { return int(a.Call - b.Call) }) {
 		in := e.Input.(event)
-		if about[in.thing] && in.kind <= mayRemove && !said[in.record] {
+		if about[in.thing] && in.kind <= unname && !said[in.record] {
 			said[in.record] = true
 			fmt.Fprintf(&b, "    thing %d: %s\n", in.thing, in.record)
 		}
@@ -165,6 +166,16 @@ func (c *checker) partition(n int) *partition {
 	for _, r := range mine {
 		c.enter(p, r)
 	}
+	for _, l := range c.losses {
+		r := &Record{Worker: -1, Cell: n, Kind: word, Op: l.why, Call: l.at, Return: l.at, Outcome: OK}
+		for kind, ops := range map[eventKind]map[string]bool{lose: l.lost, unname: l.unnamed} {
+			for op := range ops {
+				if i, ok := p.index[op]; ok {
+					p.add(r, event{kind: kind, thing: i})
+				}
+			}
+		}
+	}
 	return p
 }
 
@@ -184,11 +195,15 @@ func (p *partition) addAlone(r *Record, e event) {
 
 func (p *partition) append(r *Record, e event) {
 	e.record = r
+	worker := r.Worker
+	if worker < 0 {
+		worker = workers + 1
+	}
 	call, back := r.Call.Nanoseconds(), r.Return.Nanoseconds()
 	if e.kind == mayAccept || e.kind == mayRemove {
 		back = call // the sooner something becomes possible, the more is
 	}
-	p.events = append(p.events, porcupine.Operation{ClientId: r.Worker, Input: e, Call: call, Return: back})
+	p.events = append(p.events, porcupine.Operation{ClientId: worker, Input: e, Call: call, Return: back})
 }
 
 // enter makes the events of a record.

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -45,6 +46,10 @@ var strikes = []fault{
 	{"server stopped", (*faults).stopServer},
 	{"server came back with a copy", (*faults).oldCopy},
 	{"server came back with its log cut off", (*faults).cutLog},
+	{"server came back with a copy, under load", (*faults).oldCopyLoaded},
+	{"server came back with an old dump, a node away", (*faults).dumpAway},
+	{"server came back with its log cut off, a node away", (*faults).cutAway},
+	{"server came back with a copy, coordinators new", (*faults).copyUnknown},
 	{"disk of the server full", (*faults).fullDisk},
 	{"connections cut", (*faults).cutLinks},
 	{"link down", (*faults).linkDown},
@@ -95,6 +100,7 @@ type faults struct {
 	world   *world
 	traffic *traffic
 	windows []window
+	losses  []loss
 	struck  []struck
 	lost    int // volumes of loseReply
 	// patience is how long a fault waits for what it needs.
@@ -316,7 +322,12 @@ func (f *faults) replaceSession(ctx context.Context, p planned) error {
 }
 
 // oldCopy has the server come back with what it had some operations ago.
-func (f *faults) oldCopy(ctx context.Context, p planned) error {
+func (f *faults) oldCopy(ctx context.Context, p planned) error { return f.anOldCopy(ctx, false) }
+
+// oldCopyLoaded is the same, while clients go on and ask again for what they are refused.
+func (f *faults) oldCopyLoaded(ctx context.Context, p planned) error { return f.anOldCopy(ctx, true) }
+
+func (f *faults) anOldCopy(ctx context.Context, loaded bool) error {
 	kept, err := os.MkdirTemp(f.world.dir, "copy")
 	if err != nil {
 		return err
@@ -324,24 +335,22 @@ func (f *faults) oldCopy(ctx context.Context, p planned) error {
 	if err := f.world.redis.copy(kept); err != nil {
 		return err
 	}
-	from := f.traffic.count.Load()
-	for f.traffic.count.Load() < min(from+60, f.traffic.quota) && ctx.Err() == nil {
-		_ = wait.For(ctx, 10*time.Millisecond)
-	}
-	return f.rewind(ctx, func() error { return f.world.redis.rewind(kept) })
+	f.more(ctx, 60)
+	return f.rewind(ctx, loaded, func() error { return f.world.redis.rewind(kept) })
 }
 
 // cutLog has the server come back without the end of its log.
 func (f *faults) cutLog(ctx context.Context, p planned) error {
-	return f.rewind(ctx, func() error { return f.world.redis.truncate(p.Bytes) })
+	return f.rewind(ctx, false, func() error { return f.world.redis.truncate(p.Bytes) })
 }
 
 // rewind has the server come back with older data, once the nodes' journals have all that there is: nothing may be lost then,
-// and the catalog has to come back into service by itself. There is no traffic meanwhile but a probe. The standby stays
-// away until then: it has not led, does not know which nodes there are, and would wait for an operator.
-func (f *faults) rewind(ctx context.Context, change func() error) error {
+// and the catalog has to come back into service by itself. There is no traffic meanwhile but a probe; if loaded, only until the journals
+// have everything. The standby stays away until then: it has not led, does not know which nodes there are, and would wait for an operator.
+func (f *faults) rewind(ctx context.Context, loaded bool, change func() error) error {
 	f.traffic.gate.Lock()
-	defer f.traffic.gate.Unlock()
+	unlock := sync.OnceFunc(f.traffic.gate.Unlock)
+	defer unlock()
 	ctx, cancel := context.WithTimeout(ctx, f.patience)
 	defer cancel()
 	var head *dormousev1.HistoryPoint
@@ -353,6 +362,9 @@ func (f *faults) rewind(ctx context.Context, change func() error) error {
 		return err
 	}
 	began := f.traffic.now()
+	if loaded {
+		unlock()
+	}
 	if err := f.world.redis.kill(); err != nil {
 		return err
 	}
@@ -370,8 +382,12 @@ func (f *faults) rewind(ctx context.Context, change func() error) error {
 	if err := until(ctx, "the catalog is in service again", func() error { return f.resumed(ctx, head, older) }); err != nil {
 		return err
 	}
-	f.windows = append(f.windows, window{began, f.traffic.now()})
+	w := window{began, f.traffic.now()}
+	f.windows = append(f.windows, w)
 	f.links(func(l *link) { l.refuse = false })
+	if loaded {
+		f.traffic.typed(w)
+	}
 	return nil
 }
 

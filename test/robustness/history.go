@@ -26,6 +26,7 @@ const (
 	ListSnapshots  Kind = "list snapshots"
 	Replay         Kind = "replay"            // an operation id that has succeeded, with the same body
 	ReplayOther    Kind = "replay other body" // and with another
+	word           Kind = "operator's word"   // given by a fault
 )
 
 // Outcome of an operation, as the model takes it.
@@ -109,6 +110,9 @@ type object struct {
 	target string // the volume of a sandbox, the sandbox of a snapshot
 	uid    string // "" until it is known
 	gone   bool   // its deletion succeeded, as far as the traffic knows
+	lost   bool   // the catalog lost it, or something of it, as was reported; its operation may be forgotten
+	// shunned is what a node may have something of that no record names: that is left alone, and may be in the way of what is asked.
+	shunned bool
 }
 
 // history is what was done and what is known of the objects. It is safe for concurrent use.
@@ -194,6 +198,8 @@ func (h *history) found(op, uid string) {
 		h.wrong = append(h.wrong, fmt.Sprintf("object %s was made by operation %q, which nobody asked for", uid, op))
 	case o.uid == "":
 		o.uid, h.byUID[uid] = uid, op
+	case o.uid != uid && o.lost: // it was made again
+		o.uid, h.byUID[uid] = uid, op
 	case o.uid != uid:
 		h.wrong = append(h.wrong, fmt.Sprintf("operation %s made two objects, %s and %s: it was applied twice", op, o.uid, uid))
 	}
@@ -226,7 +232,7 @@ func (h *history) succeeded(cell int) []Record {
 	defer h.mu.Unlock()
 	var all []Record
 	for _, r := range h.records {
-		if _, creates := created(r.Kind); creates && r.Cell == cell && r.Outcome == OK {
+		if _, creates := created(r.Kind); creates && r.Cell == cell && r.Outcome == OK && !h.objects[r.Op].lost {
 			all = append(all, *r)
 		}
 	}

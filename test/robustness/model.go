@@ -18,9 +18,13 @@ const (
 	released // one that holds nothing any more
 	fading   // one of these two, Deleting
 
-	stateMask  = 7
-	openBit    = 8  // its creation is of unknown outcome, and may be accepted at any time
-	doomedBit  = 16 // so is a deletion of it
+	stateMask = 7
+	openBit   = 8  // its creation is of unknown outcome, and may be accepted at any time
+	doomedBit = 16 // so is a deletion of it
+	// lostBit: an operator's word has taken it back to what it was at some time before, and what was begun then goes on by itself. Among others
+	// nothing is told of it any more: what it can be is checked where it is alone.
+	lostBit    = 32
+	unnamedBit = 64 // it was put back without its name, if another has that
 	stateCount = fading + 1
 )
 
@@ -47,6 +51,8 @@ const (
 	remove                        // the deletion was accepted
 	removed                       // and ended
 	mayRemove                     // it is unknown whether
+	lose                          // the catalog lost it, as was reported: it is what it was at some time before
+	unname                        // it was put back without its name, as was reported
 	seePhase                      // a read found the object, in a phase
 	seeNothing                    // a read did not find it
 	seeRefs                       // a read found exactly these referrers of a volume
@@ -95,7 +101,23 @@ func named(b byte) bool { return b == being || b == ready || b == leaving }
 
 func (c *cell) taken(state string, kind objectKind, name string) bool {
 	for i, t := range c.things {
-		if t.kind == kind && t.name == name && name != "" && named(at(state, i)) {
+		if t.kind == kind && t.name == name && name != "" && named(at(state, i)) && state[i]&(lostBit|unnamedBit) == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// owns tells whether the thing may have its name. What was lost may have it longer: a sandbox that ran and that its node does not have any more.
+func owns(s byte) bool { return named(s&stateMask) || s&lostBit != 0 }
+
+// vague tells whether nothing is known of the thing.
+func (c *cell) vague(state string, i int) bool { return !c.alone && state[i]&lostBit != 0 }
+
+// mayTaken tells whether somebody may have the name.
+func (c *cell) mayTaken(state string, kind objectKind, name string) bool {
+	for i, t := range c.things {
+		if t.kind == kind && t.name == name && name != "" && owns(state[i]) {
 			return true
 		}
 	}
@@ -107,6 +129,9 @@ func (c *cell) holds(state string, box, volume int) (yes, maybe bool) {
 	if t := c.things[box]; t.kind != sandboxKind || t.target != volume {
 		return false, false
 	}
+	if c.vague(state, box) {
+		return false, true
+	}
 	switch at(state, box) {
 	case being, ready, leaving:
 		return true, true
@@ -116,10 +141,15 @@ func (c *cell) holds(state string, box, volume int) (yes, maybe bool) {
 	return false, false
 }
 
+// ofVolume tells whether it is a snapshot that refers to the volume as long as it is there.
+func (c *cell) ofVolume(snapshot, volume int) bool {
+	t := c.things[snapshot]
+	return t.kind == snapshotKind && t.target >= 0 && c.things[t.target].target == volume
+}
+
 // needs tells whether a snapshot refers to the volume.
 func (c *cell) needs(state string, snapshot, volume int) bool {
-	t := c.things[snapshot]
-	if t.kind != snapshotKind || t.target < 0 || c.things[t.target].target != volume {
+	if !c.ofVolume(snapshot, volume) {
 		return false
 	}
 	b := at(state, snapshot)
@@ -221,11 +251,17 @@ func (c *cell) spontaneous(state string) []string {
 	}
 	for i, t := range c.things {
 		b := at(state, i)
+		if c.vague(state, i) {
+			continue
+		}
 		if state[i]&openBit != 0 && b == none {
 			add(c.accepts(state, i))
 		}
 		if t.overtaken && b == being {
 			add(with(state, i, ready), true)
+		}
+		if state[i]&lostBit != 0 {
+			c.strays(state, i, add)
 		}
 		if t.loose {
 			if b == being {
@@ -246,10 +282,40 @@ func (c *cell) spontaneous(state string) []string {
 	return next
 }
 
+// before are the states that a thing in one may have had, and that one.
+var before = [stateCount][]byte{
+	none:     {none},
+	being:    {none, being},
+	ready:    {none, being, ready},
+	leaving:  {none, being, ready, leaving},
+	gone:     {none, being, ready, leaving, gone, failed, released, fading},
+	failed:   {none, being, failed},
+	released: {none, being, failed, released},
+	fading:   {none, being, failed, released, fading},
+}
+
+// strays gives the states that follow for what was lost: what was begun goes on, and a sandbox that its node does not have any more has failed.
+func (c *cell) strays(state string, i int, add func(string, bool)) {
+	switch b := at(state, i); b {
+	case being:
+		add(with(state, i, ready), true)
+		add(c.fails(state, i))
+	case ready:
+		add(with(state, i, failed), c.things[i].kind == sandboxKind)
+	case failed:
+		add(with(state, i, released), true)
+	case leaving, fading:
+		add(with(state, i, gone), true)
+	}
+}
+
 // step gives the state after the event, if it may happen in this one.
 func (c *cell) step(state string, e event) (string, bool) {
 	i := e.thing
 	b := at(state, i)
+	if c.vague(state, i) {
+		return state, true
+	}
 	switch e.kind {
 	case accept:
 		return c.accepts(state, i)
@@ -267,6 +333,8 @@ func (c *cell) step(state string, e event) (string, bool) {
 		return with(state, i, gone), b == leaving || b == fading || b == gone
 	case mayRemove:
 		return flagged(state, i, doomedBit), true
+	case unname:
+		return flagged(state, i, unnamedBit), true
 	case seePhase:
 		return state, slices.Contains(phases[c.things[i].kind][b], e.phase)
 	case seeNothing:
@@ -292,6 +360,7 @@ func (c *cell) refers(state string, volume int, refs []int) bool {
 		if c.needs(state, i, volume) {
 			yes, maybe = true, true
 		}
+		maybe = maybe || c.vague(state, i) && c.ofVolume(i, volume)
 		if seen && !maybe || !seen && yes {
 			return false
 		}
@@ -312,11 +381,11 @@ func (c *cell) attached(state string, volume, box int) bool {
 // referred tells whether the named ones may refer to the volume, and any does. Who holds it refers to it, too.
 func (c *cell) referred(state string, volume int, refs []int) bool {
 	for _, i := range refs {
-		if _, maybe := c.holds(state, i, volume); !maybe && !c.needs(state, i, volume) {
+		if _, maybe := c.holds(state, i, volume); !maybe && !c.needs(state, i, volume) && !c.vague(state, i) {
 			return false
 		}
 	}
-	return c.needed(state, volume) || c.attached(state, volume, -1)
+	return len(refs) > 0 || c.needed(state, volume) || c.attached(state, volume, -1)
 }
 
 // refuses tells whether a refusal is justified in the state.
@@ -326,9 +395,9 @@ func (c *cell) refuses(state string, e event) bool {
 	switch e.kind {
 	case sayTaken:
 		if e.other >= 0 {
-			return e.other != i && named(at(state, e.other))
+			return e.other != i && owns(state[e.other])
 		}
-		return c.taken(state, t.kind, t.name)
+		return c.mayTaken(state, t.kind, t.name)
 	case sayAttached:
 		return c.attached(state, i, e.other)
 	case sayNeeded:
@@ -338,7 +407,7 @@ func (c *cell) refuses(state string, e event) bool {
 	case sayNotFound:
 		return (b == none || b == gone) && !c.taken(state, t.kind, t.name)
 	case sayStale:
-		return b == gone && (e.other < 0 && c.taken(state, t.kind, t.name) || e.other >= 0 && named(at(state, e.other)))
+		return (b == gone || b == none && state[i]&lostBit != 0) && (e.other < 0 && c.mayTaken(state, t.kind, t.name) || e.other >= 0 && owns(state[e.other]))
 	case sayGoneAtAll:
 		return b == none || b == gone
 	}
@@ -354,6 +423,16 @@ func (c *cell) initial() string { return strings.Repeat("\x00", len(c.things)) }
 func (c *cell) advance(set string, e event) (bool, string) {
 	next := map[string]bool{}
 	for s := range c.closure(set) {
+		if e.kind == lose && !c.alone {
+			next[flagged(with(s, e.thing, none), e.thing, lostBit)] = true
+			continue
+		}
+		if e.kind == lose {
+			for _, b := range before[at(s, e.thing)] {
+				next[flagged(with(s, e.thing, b), e.thing, lostBit)] = true
+			}
+			continue
+		}
 		if after, ok := c.step(s, e); ok {
 			next[after] = true
 		}

@@ -74,6 +74,30 @@ func (s *redisServer) rewind(from string) error {
 	return os.CopyFS(s.data(), os.DirFS(from))
 }
 
+// dump has the server write all that it has into one file, and keeps that.
+func (s *redisServer) dump(ctx context.Context, to string) error {
+	if err := s.client.Save(ctx).Err(); err != nil {
+		return err
+	}
+	data, err := os.ReadFile(filepath.Join(s.disk, "dump.rdb"))
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(to, data, 0o600)
+}
+
+// load gives a killed server an earlier dump, and nothing since.
+func (s *redisServer) load(dump string) error {
+	data, err := os.ReadFile(dump)
+	if err != nil {
+		return err
+	}
+	const base, incr = "appendonly.aof.1.base.rdb", "appendonly.aof.1.incr.aof"
+	manifest := "file " + base + " seq 1 type b\nfile " + incr + " seq 1 type i\n"
+	return errors.Join(os.RemoveAll(s.data()), os.Mkdir(s.data(), 0o700), os.WriteFile(filepath.Join(s.data(), base), data, 0o600),
+		os.WriteFile(filepath.Join(s.data(), incr), nil, 0o600), os.WriteFile(filepath.Join(s.data(), "appendonly.aof.manifest"), []byte(manifest), 0o600))
+}
+
 // truncate takes so many bytes off the end of a killed server's log.
 func (s *redisServer) truncate(bytes int64) error {
 	return filepath.WalkDir(s.data(), func(path string, d fs.DirEntry, err error) error {

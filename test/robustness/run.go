@@ -68,7 +68,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	}
 	wrong := w.validate(ctx)
 	records, objects, byUID, blamed := t.snapshot()
-	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, limit: 2 * time.Minute}
+	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, losses: f.losses, limit: 2 * time.Minute}
 	nonlinear, steps := c.check(cells)
 	report = newReport(o, records, f.struck)
 	report.Plan, report.Steps, report.Took = plan, steps, time.Since(began)

@@ -2,7 +2,10 @@ package robustness
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -42,6 +45,8 @@ type traffic struct {
 	// patience is how long an operation of unknown outcome is asked for.
 	patience time.Duration
 
+	// era counts the words of operators: what came before may have its name for ever, so that others are given after.
+	era  atomic.Int64
 	gate sync.RWMutex // held for writing while there is to be no traffic
 
 	mu     sync.Mutex
@@ -119,10 +124,18 @@ func about(k Kind) objectKind {
 	return snapshotKind
 }
 
+// name is one that may be given now.
+func (t *traffic) name(n int) string {
+	if era := t.era.Load(); era > 0 {
+		return names[n] + strconv.FormatInt(era, 10)
+	}
+	return names[n]
+}
+
 // one does one operation. The same seed makes the same choices; what they meet depends on the others.
 func (t *traffic) one(ctx context.Context, worker int, rng *rand.Rand) Outcome {
 	r := &Record{Worker: worker, Cell: rng.IntN(cells), Kind: choose(rng), Op: uid.New()}
-	via, pick, stale, resolves, name := rng.IntN(coordinators), rng.IntN(1<<20), rng.IntN(5) == 0, rng.IntN(10) < 8, names[rng.IntN(len(names))]
+	via, pick, stale, resolves, name := rng.IntN(coordinators), rng.IntN(1<<20), rng.IntN(5) == 0, rng.IntN(10) < 8, t.name(rng.IntN(len(names)))
 	if r.Kind == Replay || r.Kind == ReplayOther {
 		return t.again(ctx, r, via, pick)
 	}
@@ -134,6 +147,9 @@ func (t *traffic) one(ctx context.Context, worker int, rng *rand.Rand) Outcome {
 		r.Cell = -1 // of all
 	default:
 		living, dead := t.targets(about(r.Kind), r.Cell)
+		if !reads(r.Kind) {
+			living, dead = slices.DeleteFunc(living, isShunned), slices.DeleteFunc(dead, isShunned)
+		}
 		from := living
 		if stale && len(dead) > 0 || len(living) == 0 {
 			from = dead
@@ -152,6 +168,8 @@ func (t *traffic) one(ctx context.Context, worker int, rng *rand.Rand) Outcome {
 	t.do(ctx, r, via, resolves)
 	return r.Outcome
 }
+
+func isShunned(o object) bool { return o.shunned }
 
 // do makes the call and, where its outcome is unknown, asks for it again.
 func (t *traffic) do(ctx context.Context, r *Record, via int, resolves bool) {
@@ -211,6 +229,24 @@ func reads(k Kind) bool {
 		return true
 	}
 	return false
+}
+
+// excuses are why a catalog that is away, or being rebuilt, answers nothing.
+var excuses = []errs.Reason{errs.CatalogRewound, errs.StoreUnavailable, errs.NoLeader, errs.NodeAway, errs.Fenced, errs.ReplyLost, errs.DeadlineExpired,
+	errs.CallCancelled, errs.QueueFull, errs.ShuttingDown, errs.NoNodeFits}
+
+// typed checks that what was not done in the window, nor refused for a reason of its own, was told one that says so.
+func (t *traffic) typed(w window) {
+	t.history.mu.Lock()
+	defer t.history.mu.Unlock()
+	for _, r := range t.records {
+		if r.Call < w.from || r.Return == 0 || r.Return > w.to || r.Outcome != NotStarted && r.Outcome != Unknown {
+			continue
+		}
+		if r.Reason != "" && !slices.Contains(excuses, errs.Reason(r.Reason)) {
+			t.wrong = append(t.wrong, fmt.Sprintf("while the catalog was rebuilt an answer was %s: %s", r.Reason, r))
+		}
+	}
 }
 
 // refusals are the answers to a mutation that the model checks.
@@ -407,8 +443,8 @@ func (t *traffic) sweep(ctx context.Context) {
 					t.do(ctx, r, cell%coordinators, true)
 				}
 			}
-			for _, name := range names {
-				r := &Record{Worker: cell, Cell: cell, Kind: ListVolumes, Op: uid.New(), Name: name}
+			for n := range names {
+				r := &Record{Worker: cell, Cell: cell, Kind: ListVolumes, Op: uid.New(), Name: t.name(n)}
 				t.begin(r)
 				t.do(ctx, r, 0, true)
 			}

@@ -198,6 +198,13 @@ func (w *world) startAgent(ctx context.Context, i int) error {
 	return err
 }
 
+// agent gives a node's agentd, if there is one.
+func (w *world) agent(i int) *simulated.Agent {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.agents[i]
+}
+
 // stopAgent ends a node's agentd. Harmless when there is none.
 func (w *world) stopAgent(i int) error {
 	w.mu.Lock()

@@ -15,8 +15,9 @@
 // # Invariants
 //
 //   - A message is applied in one transaction, which is on the disk before it is acknowledged.
-//   - An entry is never replaced by one of a lower revision: revisions only grow and uids are never used again, so
-//     that is the word of a catalog that came back older.
+//   - Within one incarnation an entry is never replaced by one of a lower revision: revisions only grow and uids are never used again, so
+//     that is the word of a catalog that came back older. In the next one, which goes on from a repair, what the repair did without
+//     does not count any more: else what became of it since would not be kept.
 //   - What a whole did not send, when it ended, and what its own history had seen is deleted, or another node's by now: a trace says so.
 //   - The traces of what was deleted are bounded (MaxDeleted); the oldest go first.
 //   - A file that cannot be read is put aside and a new one begun: the coordinator sends the whole again. It is a copy,
@@ -241,7 +242,7 @@ func decode(data []byte) (*nodev1.JournalEntry, error) {
 	return e, proto.Unmarshal(data[8:], e)
 }
 
-// keep writes an entry, unless a higher revision is there.
+// keep writes an entry, unless this incarnation has said a higher revision.
 func keep(tx *bolt.Tx, e *nodev1.JournalEntry, at *nodev1.CatalogPoint, whole uint64) error {
 	entries, traces, key := tx.Bucket(bucketEntries), tx.Bucket(bucketDeleted), keyOf(e)
 	if data := entries.Get(key); data != nil {
@@ -249,7 +250,8 @@ func keep(tx *bolt.Tx, e *nodev1.JournalEntry, at *nodev1.CatalogPoint, whole ui
 		if err != nil {
 			return err
 		}
-		if old.GetRevision() > e.GetRevision() || old.GetDeleted() && !e.GetDeleted() && old.GetRevision() >= e.GetRevision() {
+		higher := old.GetRevision() > e.GetRevision() || old.GetDeleted() && !e.GetDeleted() && old.GetRevision() >= e.GetRevision()
+		if higher && old.GetPoint().GetIncarnation() == at.GetIncarnation() {
 			return nil
 		}
 		if old.GetDeleted() {

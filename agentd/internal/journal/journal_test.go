@@ -1,6 +1,7 @@
 package journal
 
 import (
+	"bytes"
 	"fmt"
 	"io"
 	"log/slog"
@@ -8,6 +9,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	bolt "go.etcd.io/bbolt"
 	"google.golang.org/protobuf/proto"
 
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
@@ -67,6 +69,18 @@ func (j *Journal) all(t *testing.T, page int) []string {
 	}
 }
 
+// traces is the count that is kept of them.
+func (j *Journal) traces(t *testing.T) (count []byte) {
+	t.Helper()
+	if err := j.db.View(func(tx *bolt.Tx) error {
+		count = bytes.Clone(tx.Bucket(bucketMeta).Get(keyTraces))
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return count
+}
+
 func (j *Journal) want(t *testing.T, want ...string) {
 	t.Helper()
 	for _, page := range []int{1, 2, 0} {
@@ -106,6 +120,21 @@ func TestC21LowerRevisionReplacesNothing(t *testing.T) {
 	j.want(t, "a@5", "b@3 deleted")
 	j.must(t, &nodev1.Journal{Point: at(21), Entries: []*nodev1.JournalEntry{gone("a", 5, 21)}})
 	j.want(t, "a@5 deleted", "b@3 deleted")
+}
+
+// What a repair went on without does not keep out what became of it since: the node was away, and its journal has more than the catalog.
+func TestC21TheNextIncarnationCounts(t *testing.T) {
+	j := begin(t, t.TempDir())
+	j.must(t, &nodev1.Journal{Point: at(20), WholeBegins: true, WholeEnds: true, Entries: []*nodev1.JournalEntry{box("a", 5), gone("b", 3, 19), box("c", 2)}})
+	next := &nodev1.CatalogPoint{Incarnation: "next", Seq: 31, Digest: "x"}
+	j.must(t, &nodev1.Journal{Point: next, WholeBegins: true, WholeEnds: true, Complete: next, Entries: []*nodev1.JournalEntry{box("a", 3), box("b", 2)}})
+	j.want(t, "a@3", "b@2", "c@2 deleted")
+	j.must(t, &nodev1.Journal{Point: next, Entries: []*nodev1.JournalEntry{box("a", 2), gone("b", 2, 31)}})
+	j.want(t, "a@3", "b@2 deleted", "c@2 deleted")
+	j.must(t, &nodev1.Journal{Point: at(40), Entries: []*nodev1.JournalEntry{gone("a", 3, 40)}})
+	if got := number(j.traces(t)); got != 3 {
+		t.Errorf("%d traces are counted", got)
+	}
 }
 
 // What a whole did not send is gone, if its history had seen it: a catalog that comes back with it has come back older.

@@ -2,6 +2,7 @@ package api
 
 import (
 	"context"
+	"slices"
 
 	"google.golang.org/grpc"
 
@@ -169,6 +170,7 @@ func (s catalogService) RepairCatalog(ctx context.Context, req *dormousev1.Repai
 	if err != nil {
 		return nil, err
 	}
+	slices.SortStableFunc(found, func(a, b repair.Finding) int { return order(a.Repaired) - order(b.Repaired) })
 	resp := &dormousev1.RepairCatalogResponse{Total: int64(len(found))}
 	for _, f := range found[:min(len(found), maxFindings)] {
 		resp.Findings = append(resp.Findings, findingToProto(f))
@@ -178,6 +180,14 @@ func (s catalogService) RepairCatalog(ctx context.Context, req *dormousev1.Repai
 		s.cfg.Log.Info("the catalog is repaired; how it is now is not known yet", "error", err)
 	}
 	return resp, nil
+}
+
+// order has what was not put right told first.
+func order(repaired bool) int {
+	if repaired {
+		return 1
+	}
+	return 0
 }
 
 // CompactCatalog implements CatalogService.

@@ -22,6 +22,7 @@ var Kinds = []catalog.Kind{catalog.KindNode, catalog.KindVolume, catalog.KindSna
 type Catalog interface {
 	catalog.Reader
 	History(ctx context.Context) (catalog.History, error)
+	Status(ctx context.Context) (catalog.Status, error)
 	Compare(ctx context.Context, p catalog.Point) (catalog.Relation, error)
 	Changes(ctx context.Context, after uint64, limit int, block time.Duration) ([]catalog.Change, error)
 }
@@ -88,6 +89,14 @@ func (m *Mirror) Run(ctx context.Context) {
 // follow hands on what changes, from now on, until the log has a gap or cannot be read.
 func (m *Mirror) follow(ctx context.Context) (at catalog.Point, err error) {
 	h, err := m.o.Catalog.History(ctx)
+	if err != nil {
+		return at, err
+	}
+	// A catalog that is suspended has a head above what it lost, which nobody has followed it to.
+	st, err := m.o.Catalog.Status(ctx)
+	if err == nil && st.Suspended != nil {
+		err = catalog.Refusal(errs.CatalogRewound)
+	}
 	if err != nil {
 		return at, err
 	}
@@ -356,6 +365,7 @@ func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, 
 			if err != nil {
 				return err
 			}
+			deletedSince := false
 			for _, k := range keys[:n] {
 				c := pending[k]
 				if _, ok := found[k]; ok && c.item.Deleted {
@@ -365,9 +375,17 @@ func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, 
 					continue // it is another node's by now, which gets it
 				} else if ok {
 					msg.Entries, seq = append(msg.Entries, living(r)), max(seq, r.Seq)
-				} else if c.item.Deleted {
+				} else {
 					msg.Entries, seq = append(msg.Entries, deleted(c.item, c.seq)), max(seq, c.seq)
-				} // else it was deleted since, which the log says, too
+					deletedSince = deletedSince || !c.item.Deleted
+				}
+			}
+			if deletedSince { // the log says it soon; the point of this message has it
+				h, err := f.m.o.Catalog.History(ctx)
+				if err != nil {
+					return err
+				}
+				seq = max(seq, h.Head.Seq)
 			}
 		}
 		if keys = keys[n:]; len(keys) == 0 {

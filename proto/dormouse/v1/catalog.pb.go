@@ -944,7 +944,7 @@ func (x *RepairCatalogRequest) GetWithoutNodes() []string {
 
 type RepairCatalogResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What was found, bounded; the rest is in the coordinator's log.
+	// What was found, bounded, and first what could not be put right; the rest is in the coordinator's log.
 	Findings []*CatalogFinding `protobuf:"bytes,1,rep,name=findings,proto3" json:"findings,omitempty"`
 	Total    int64             `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
 	// Not set if that cannot be told yet: with the repair the coordinator begins to lead anew.
