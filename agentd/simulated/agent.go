@@ -53,6 +53,8 @@ type Options struct {
 	Silence time.Duration
 	// Watch, if it is set, stands before the node API's calls.
 	Watch grpc.UnaryServerInterceptor
+	// Image, if it is not nil, is asked for each image that is to be there, and may refuse it.
+	Image func(ctx context.Context, reference string) error
 }
 
 // Machine is what outlives agents.

@@ -15,7 +15,7 @@ import (
 
 // This file is what is simulated.
 
-// images are always there.
+// images are there, unless the machine's options refuse them.
 type images struct{ m *Machine }
 
 var theImage = runner.Image{Digest: "sha256:image", ErofsDigest: "sha256:erofs", Path: "/layers/erofs"}
@@ -27,7 +27,12 @@ func (i images) hold(img runner.Image, holder string) (runner.Image, error) {
 	return img, nil
 }
 
-func (i images) Ensure(_ context.Context, reference, holder string) (runner.Image, error) {
+func (i images) Ensure(ctx context.Context, reference, holder string) (runner.Image, error) {
+	if asked := i.m.opts.Image; asked != nil {
+		if err := asked(ctx, reference); err != nil {
+			return runner.Image{}, err
+		}
+	}
 	img := theImage
 	img.Reference = reference
 	return i.hold(img, holder)

@@ -15,6 +15,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/fence"
+	"github.com/dormouse-run/dormouse/pkg/mutant"
 )
 
 // reign is the term in force, for what runs beside it.
@@ -108,6 +109,9 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if left := returnTime - time.Since(t.began); left > 0 && !a.knows(st.Suspended.Witness) {
 		return survey.Findings, errs.New(errs.CatalogRewound, "this coordinator has just begun to lead, and nodes that it does not know may be on their way; ask again in %s", left.Round(time.Second))
 	}
+	if mutant.Enabled && acceptLoss {
+		spoil(survey)
+	}
 	if err := a.repairer().Repair(ctx, t.epoch, survey); err != nil {
 		return survey.Findings, err
 	}
@@ -126,6 +130,14 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	a.metrics.repairs.Inc()
 	a.log.Warn("the catalog is in service again", "differences", len(survey.Findings), "journal_entries", survey.Entries)
 	return survey.Findings, nil
+}
+
+// spoil is for the variants that the robustness suite has to catch, and empty in a release.
+func spoil(s *repair.Survey) {
+	s.Findings = slices.DeleteFunc(s.Findings, func(f repair.Finding) bool {
+		return mutant.On(mutant.UnreportedLoss) && (f.Difference == repair.Lost || f.Difference == repair.Older) ||
+			mutant.On(mutant.Resurrection) && f.Difference == repair.Undeleted
+	})
 }
 
 // doubts are the reasons why more may be lost than the journals tell. The witness is the highest point that is known to

@@ -19,9 +19,13 @@ const (
 	DroppedReference Name = "dropped-reference"
 	// BlindRetry: a commit whose reply was lost is not settled, but sent again as if it were another operation's.
 	BlindRetry Name = "blind-retry"
+	// UnreportedLoss: whoever accepts a loss gets a catalog without what the journals could have put back, and is told of nothing.
+	UnreportedLoss Name = "unreported-loss"
+	// Resurrection: whoever accepts a loss gets back what the journals say was deleted.
+	Resurrection Name = "resurrection"
 )
 
 // Names lists the variants.
 func Names() []Name {
-	return []Name{NoEpochCheck, StaleView, NoTombstone, DroppedReference, BlindRetry}
+	return []Name{NoEpochCheck, StaleView, NoTombstone, DroppedReference, BlindRetry, UnreportedLoss, Resurrection}
 }

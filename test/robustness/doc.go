@@ -38,7 +38,8 @@
 //
 // # Faults
 //
-//	server killed, stopped; its disk full; back with a copy of some operations ago; back with its log cut off
+//	server killed, stopped; its disk full; back with a copy of some operations ago, also under load; back with its log cut off
+//	server back with a dump of some operations ago, or with its log cut off, a node away; back with a copy, coordinators new
 //	connections cut, refused, slow; replies torn in the middle; replies lost while their requests are done
 //	coordinator killed, or stopped for two leases: the leader, or the other
 //	session of a node replaced: its agentd ends, another goes on with its files and sandboxes
@@ -49,8 +50,14 @@
 //	commit of a leader late   delivered after another coordinator leads and has committed; the rest of the leader's link is cut
 //
 // Before the server comes back older (C21) the traffic stops until the nodes' journals have everything, and the standby is kept away: then
-// nothing may be lost, and the catalog has to go on by itself. What is not promised is not checked: of tombstones, which are not
+// nothing may be lost, and the catalog has to go on by itself; under load, while clients go on. What is not promised is not checked: of tombstones, which are not
 // rebuilt, who has a deleted object's name now.
+//
+// With a node away, or new coordinators, something is lost, and the catalog has to wait for an operator (file operator.go), who is told of it. The change
+// log of before says of each lost commit what it was of; what a journal had, as far as it is said to reach, has to be there again. In the model the word takes each
+// other object back to what it was at some time before: by itself the object is then in one of these states, and among others nothing is told of it any more.
+// Nothing more is asked of it but reads, since what its node still has of it, without a record, is left alone and may be in the way; and other names
+// are given from then on. A return of the node must not suspend the catalog again.
 //
 // # Variants
 //
@@ -60,6 +67,8 @@
 //	no-epoch-check      commit of a leader late: the change log has an old epoch after a new one
 //	blind-retry         reply to a commit lost: a client is refused the name that its own operation has taken
 //	stale-view          server came back with a copy: what was acknowledged is not there
+//	unreported-loss     server came back with an old dump, a node away: what the other node's journal has is not there
+//	resurrection        the same: what the other node's journal says was deleted is back
 //	no-tombstone        no fault: who asks for what was deleted, and whose name was given again, is told another reason
 //	dropped-reference   no fault: conflicts between clients are enough
 //

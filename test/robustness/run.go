@@ -48,7 +48,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	ctx, cancel := context.WithTimeout(ctx, cmp.Or(o.Limit, runLimit))
 	defer cancel()
 	began := time.Now()
-	w, err := newWorld(ctx, o.Binary, o.Variant)
+	w, err := newWorld(ctx, o.Binary, o.Variant, nil)
 	if err != nil {
 		return nil, fmt.Errorf("start the system: %w", err)
 	}

@@ -15,6 +15,8 @@ var hunts = map[mutant.Name]Options{
 	mutant.NoEpochCheck:     {Only: "commit of a leader late", Faults: 1, Operations: 100, Patience: 3 * time.Second},
 	mutant.BlindRetry:       {Only: "reply to a commit lost", Faults: 2, Operations: 100, Patience: 3 * time.Second},
 	mutant.StaleView:        {Only: "server came back with a copy", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 20 * time.Second},
+	mutant.UnreportedLoss:   {Only: "server came back with an old dump, a node away", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 40 * time.Second},
+	mutant.Resurrection:     {Only: "server came back with an old dump, a node away", Faults: 2, Operations: 400, Patience: 3 * time.Second, FaultPatience: 40 * time.Second},
 	mutant.NoTombstone:      {Operations: 1000, Patience: 3 * time.Second},
 	mutant.DroppedReference: {Operations: 1000, Patience: 3 * time.Second},
 }

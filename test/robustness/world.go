@@ -47,8 +47,9 @@ type world struct {
 	agents [nodes]*simulated.Agent
 }
 
-// newWorld starts a system: a server, coordinators of the binary, nodes. It returns when the nodes are in session.
-func newWorld(ctx context.Context, binary, variant string) (w *world, err error) {
+// newWorld starts a system: a server, coordinators of the binary, nodes, which have each image that the function does not refuse. It
+// returns when the nodes are in session.
+func newWorld(ctx context.Context, binary, variant string, image func(context.Context, string) error) (w *world, err error) {
 	dir, err := os.MkdirTemp("", "dmr")
 	if err != nil {
 		return nil, err
@@ -76,7 +77,7 @@ func newWorld(ctx context.Context, binary, variant string) (w *world, err error)
 	if err := w.openCoordinators(ca, binary, variant); err != nil {
 		return w, err
 	}
-	if err := w.openNodes(ctx, ca); err != nil {
+	if err := w.openNodes(ctx, ca, image); err != nil {
 		return w, err
 	}
 	return w, w.ready(ctx)
@@ -161,7 +162,7 @@ func (w *world) api(i int) string { return w.path(fmt.Sprintf("a%d", i)) }
 
 func (w *world) nodeAPI(i int) string { return w.path(fmt.Sprintf("n%d.sock", i)) }
 
-func (w *world) openNodes(ctx context.Context, ca *pki.CA) error {
+func (w *world) openNodes(ctx context.Context, ca *pki.CA, image func(context.Context, string) error) error {
 	var to []string
 	for i := range coordinators {
 		to = append(to, "unix:"+w.nodeAPI(i))
@@ -181,7 +182,7 @@ func (w *world) openNodes(ctx context.Context, ca *pki.CA) error {
 		}
 		w.onClose(log.Close)
 		w.nodes[i] = simulated.NewMachine(simulated.Options{Name: name, Dir: w.path(name), Coordinators: to, TLS: files,
-			Log: slog.New(slog.NewTextHandler(log, nil)), Silence: 2 * time.Second})
+			Log: slog.New(slog.NewTextHandler(log, nil)), Silence: 2 * time.Second, Image: image})
 		w.onClose(func() error { return w.stopAgent(i) })
 		if err := w.startAgent(ctx, i); err != nil {
 			return err
