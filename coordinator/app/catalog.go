@@ -109,9 +109,7 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if left := returnTime - time.Since(t.began); left > 0 && !a.knows(st.Suspended.Witness) {
 		return survey.Findings, errs.New(errs.CatalogRewound, "this coordinator has just begun to lead, and nodes that it does not know may be on their way; ask again in %s", left.Round(time.Second))
 	}
-	if mutant.Enabled && acceptLoss {
-		spoil(survey)
-	}
+	spoil(survey, acceptLoss)
 	if err := a.repairer().Repair(ctx, t.epoch, survey); err != nil {
 		return survey.Findings, err
 	}
@@ -133,7 +131,10 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 }
 
 // spoil is for the variants that the robustness suite has to catch, and empty in a release.
-func spoil(s *repair.Survey) {
+func spoil(s *repair.Survey, acceptLoss bool) {
+	if !mutant.Enabled || !acceptLoss {
+		return
+	}
 	s.Findings = slices.DeleteFunc(s.Findings, func(f repair.Finding) bool {
 		return mutant.On(mutant.UnreportedLoss) && (f.Difference == repair.Lost || f.Difference == repair.Older) ||
 			mutant.On(mutant.Resurrection) && f.Difference == repair.Undeleted

@@ -114,17 +114,7 @@ func (f *faults) lose(ctx context.Context, p planned, change func() error) error
 	if err != nil {
 		return err
 	}
-	if err := f.world.redis.kill(); err != nil {
-		return err
-	}
-	if p.Node < 0 {
-		for _, c := range f.world.coord {
-			if err := c.kill(); err != nil {
-				return err
-			}
-		}
-	}
-	if err := errors.Join(change(), f.world.redis.up(ctx)); err != nil {
+	if err := f.comeBack(ctx, p, change); err != nil {
 		return err
 	}
 	older, err := f.state(ctx)
@@ -145,21 +135,36 @@ func (f *faults) lose(ctx context.Context, p planned, change func() error) error
 		f.losses = append(f.losses, l)
 	}
 	f.links(func(l *link) { l.refuse = false })
-	if p.Node < 0 {
-		if err := f.world.coord[1-leader].start(); err != nil {
-			return err
-		}
-	}
-	if p.Node >= 0 && f.world.agent(p.Node) == nil {
-		if err := f.world.startAgent(ctx, p.Node); err != nil {
-			return err
-		}
-	}
-	if err := f.world.ready(ctx); err != nil {
+	if err := f.rejoin(ctx, p, leader); err != nil {
 		return err
 	}
 	f.windows = append(f.windows, window{began, f.traffic.now()})
 	return nil
+}
+
+// comeBack has the server come back changed, and ends the coordinators if they are to be new.
+func (f *faults) comeBack(ctx context.Context, p planned, change func() error) error {
+	if err := f.world.redis.kill(); err != nil {
+		return err
+	}
+	if p.Node < 0 {
+		for _, c := range f.world.coord {
+			if err := c.kill(); err != nil {
+				return err
+			}
+		}
+	}
+	return errors.Join(change(), f.world.redis.up(ctx))
+}
+
+// rejoin starts what was away, after which the catalog has to be in service.
+func (f *faults) rejoin(ctx context.Context, p planned, leader int) (err error) {
+	if p.Node < 0 {
+		err = f.world.coord[1-leader].start()
+	} else if f.world.agent(p.Node) == nil {
+		err = f.world.startAgent(ctx, p.Node)
+	}
+	return errors.Join(err, f.world.ready(ctx))
 }
 
 // read gives the change log of the server.
@@ -308,23 +313,50 @@ func keysOf(found []*dormousev1.CatalogFinding) map[catalog.Key]bool {
 // fate is what a lost part of the history did to a record.
 type fate struct {
 	last catalog.ChangedRecord
-	seq  uint64
 	kept catalog.ChangedRecord // the last of it that a journal is known to have; no revision if there is none
 }
 
-// account compares what the catalog has now with what it had, and enters what may be lost: what concerned a node that is away, or none, what a
-// journal does not reach to, and what the report says was not put back. The rest has to be there.
-func (f *faults) account(ctx context.Context, l *loss, was []catalog.Change, reach map[string]uint64, found []*dormousev1.CatalogFinding) error {
+// fatesOf gives what became of each record that the traffic is about.
+func fatesOf(was []catalog.Change, reach map[string]uint64) map[catalog.Key]fate {
 	fates := make(map[catalog.Key]fate)
 	for _, c := range was {
 		for _, item := range c.Items {
+			switch item.Key.Kind {
+			case catalog.KindVolume, catalog.KindSandbox, catalog.KindSnapshot, catalog.KindOperation:
+			default:
+				continue
+			}
 			x := fates[item.Key]
-			if x.last, x.seq = item, c.Seq; c.Seq <= reach[item.Node] {
+			if x.last = item; c.Seq <= reach[item.Node] {
 				x.kept = item
 			}
 			fates[item.Key] = x
 		}
 	}
+	return fates
+}
+
+// compare wants a record to be as a journal had it, or newer.
+func (f *faults) compare(ctx context.Context, store *redis.Store, k catalog.Key, x fate) error {
+	now, err := store.Get(ctx, k)
+	if err != nil && !errs.Has(err, errs.ObjectNotFound) {
+		return err
+	}
+	switch there := err == nil; {
+	case there && x.kept.Deleted:
+		f.traffic.blame("%s was deleted at revision %d, which the journal of node %s has, and is back at %d (%s)", k, x.kept.Revision, x.kept.Node, now.Revision, now.Phase)
+	case there && now.Revision < x.kept.Revision && !x.last.Deleted: // else a journal that was sent what there was when it was read has nothing of it
+		f.traffic.blame("%s is at revision %d; the journal of node %s has %d, and nobody said that it was lost", k, now.Revision, x.kept.Node, x.kept.Revision)
+	case !there && !x.kept.Deleted && !x.last.Deleted && x.kept.Phase != "Deleting" && x.kept.Phase != "Failed":
+		f.traffic.blame("%s is not there; the journal of node %s has it (%s), and nobody said that it was lost", k, x.kept.Node, x.kept.Phase)
+	}
+	return nil
+}
+
+// account compares what the catalog has now with what it had, and enters what may be lost: what concerned a node that is away, or none, what a
+// journal does not reach to, and what the report says was not put back. The rest has to be there.
+func (f *faults) account(ctx context.Context, l *loss, was []catalog.Change, reach map[string]uint64, found []*dormousev1.CatalogFinding) error {
+	fates := fatesOf(was, reach)
 	excused := make(map[catalog.Key]bool)
 	for _, d := range found {
 		if strings.Contains(d.GetMessage(), "without its name") {
@@ -341,11 +373,6 @@ func (f *faults) account(ctx context.Context, l *loss, was []catalog.Change, rea
 	defer store.Close()
 	for _, k := range slices.SortedFunc(maps.Keys(fates), func(a, b catalog.Key) int { return strings.Compare(a.String(), b.String()) }) {
 		x := fates[k]
-		switch k.Kind {
-		case catalog.KindVolume, catalog.KindSandbox, catalog.KindSnapshot, catalog.KindOperation:
-		default:
-			continue
-		}
 		if excused[k] {
 			l.add(f.traffic, l.lost, k)
 			continue
@@ -356,17 +383,8 @@ func (f *faults) account(ctx context.Context, l *loss, was []catalog.Change, rea
 		if x.kept.Revision == 0 {
 			continue
 		}
-		now, err := store.Get(ctx, k)
-		if err != nil && !errs.Has(err, errs.ObjectNotFound) {
+		if err := f.compare(ctx, store, k, x); err != nil {
 			return err
-		}
-		switch there := err == nil; {
-		case there && x.kept.Deleted:
-			f.traffic.blame("%s was deleted at revision %d, which the journal of node %s has, and is back at %d (%s)", k, x.kept.Revision, x.kept.Node, now.Revision, now.Phase)
-		case there && now.Revision < x.kept.Revision:
-			f.traffic.blame("%s is at revision %d; the journal of node %s has %d, and nobody said that it was lost", k, now.Revision, x.kept.Node, x.kept.Revision)
-		case !there && !x.kept.Deleted && !x.last.Deleted && x.kept.Phase != "Deleting" && x.kept.Phase != "Failed":
-			f.traffic.blame("%s is not there; the journal of node %s has it (%s), and nobody said that it was lost", k, x.kept.Node, x.kept.Phase)
 		}
 	}
 	l.shun(f.traffic)
