@@ -36,6 +36,7 @@ func Agentd() []string {
 		after("runtime", "killed", "deleted", "ungrouped", "forgotten"),
 		// A sandbox is asked to stand still, or to go on; and what the next agentd makes of one that was cut short.
 		around("runtime", "turn"),
+		[]string{"runtime.save.before"},
 		after("runtime", "turned", "unturned"),
 		// A capture, and the artefact's way from staging to its place.
 		after("checkpoint", "intent", "hold", "freezing"),

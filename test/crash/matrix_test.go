@@ -56,7 +56,7 @@ func matrix() []row {
 	running := slices.DeleteFunc(of("delete.", "runtime.killed", "runtime.deleted", "runtime.ungrouped", "runtime.forgotten", "volume.detach", "image.release"), func(p string) bool { return p == "delete.artefact.after" }) // of a hibernated one
 	add(agentd, "delete", remove, running...)
 	// The first turn of a checkpoint is its pause, the second its resume.
-	add(agentd, "checkpoint", capture, "runtime.turn.before", "runtime.turn.after", "runtime.turned.after", "runtime.turn.before#2", "runtime.turn.after#2")
+	add(agentd, "checkpoint", capture, "runtime.turn.before", "runtime.save.before", "runtime.turn.after", "runtime.turned.after", "runtime.turn.before#2", "runtime.turn.after#2")
 	add(agentd, "pause", pause, append(of("pause.", "runtime.turn"), "runtime.turn.before+runtime.unturned.after", "runtime.turn.after+runtime.turned.after")...)
 	add(agentd, "resume", resume, append(of("resume.", "runtime.turn"), "runtime.turn.before+runtime.unturned.after", "runtime.turn.after+runtime.turned.after")...)
 	add(agentd, "claim", claimReady, "resume.intent.after", "runtime.turn.after", "resume.thawed.after", "claim.told.after", "resume.record.after",

@@ -44,6 +44,8 @@ var elsewhere = map[string]string{
 	"agentd/internal/runtime/runsc.deleteRuntime": "runtime.killed.after runtime.deleted.after",
 	"agentd/internal/runtime/runsc.createRecord":  "runtime.recorded.after",
 	"agentd/internal/runtime/runsc.intendTurn":    "runtime.turn.before",
+	"agentd/internal/runtime/runsc.intendSave":    "runtime.save.before",
+	"agentd/internal/runtime/runsc.endSave":       "runtime.save.before checkpoint.save.after",
 	"agentd/internal/runtime/runsc.saveRecord":    "runtime.launched.after runtime.attached.after",
 	"agentd/internal/runtime/runsc.stageRecord":   "runtime.recorded.after runtime.attached.after",
 	"agentd/internal/runtime/runsc.removeRecord":  "runtime.ungrouped.after runtime.forgotten.after",

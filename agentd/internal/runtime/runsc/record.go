@@ -122,7 +122,7 @@ func (d *Driver) loadRecord(id string) (record, bool, error) {
 // removeRecord ends what the driver knows of the sandbox.
 func (d *Driver) removeRecord(id string) error {
 	// An agentd of before kept what it was about to write under that name.
-	for _, path := range []string{d.turnPath(id), d.recordPath(id) + ".new"} {
+	for _, path := range []string{d.turnPath(id), d.savePath(id), d.recordPath(id) + ".new"} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return errs.Wrap(err, errs.InternalError, "remove the record of sandbox %s: %v", id, err)
 		}

@@ -10,6 +10,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/launcher"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
 	"github.com/dormouse-run/dormouse/pkg/errs"
+	"github.com/dormouse-run/dormouse/pkg/fault"
 )
 
 // saved are the files of a save, in the order in which the sandbox wants them; the last has the memory's pages.
@@ -43,10 +44,17 @@ func (d *Driver) save(id string, opts runtime.SaveOptions) error {
 		}
 		files = append(files, fd)
 	}
+	if err := d.intendSave(id, files[:len(files)-1]); err != nil {
+		return err
+	}
+	fault.At("runtime.save.before")
 	arg := saveArg{Metadata: map[string]string{"compression": "none"}, HavePagesFile: true, Resume: true}
 	err := d.call(d.ctx, id, "containerManager.Checkpoint", arg, &struct{}{}, files...)
-	if err == nil || d.ctx.Err() != nil {
-		return err
+	if err != nil && d.ctx.Err() != nil {
+		return err // it may go on: whoever comes next waits for its end
+	}
+	if endErr := d.endSave(id); err == nil || endErr != nil {
+		return errors.Join(err, endErr)
 	}
 	var own *errs.Error
 	if errors.As(err, &own) || errors.Is(err, context.Canceled) {

@@ -113,9 +113,12 @@ func (d *Driver) dropTurn(id string) error {
 	return nil
 }
 
-// settle brings the state file and the sandbox together after a turn that was cut short: by the death of an agent, or because the
-// driver was closed. The caller holds the sandbox's token. A sandbox that has ended has nothing to settle.
+// settle waits for the end of a save that goes on, and brings the state file and the sandbox together after a turn that was cut short: by the death of an agent, or
+// because the driver was closed. The caller holds the sandbox's token. A sandbox that has ended has nothing to settle.
 func (d *Driver) settle(ctx context.Context, id string) error {
+	if err := d.saveEnds(ctx, id); err != nil {
+		return err
+	}
 	data, err := os.ReadFile(d.turnPath(id))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

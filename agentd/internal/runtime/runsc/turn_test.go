@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -99,6 +100,52 @@ func TestB18_TurnOnItsWayIsWaitedFor(t *testing.T) {
 	must(t, err)
 	if got.Phase != runtime.Paused {
 		t.Fatalf("recovered %+v, want it paused", got)
+	}
+	must(t, next.Resume(bounded(t), cfg.ID))
+	if after := n.count(t, cfg.ID); after.Nonce != before.Nonce || after.Counter != before.Counter+1 {
+		t.Fatalf("the guest is %+v, was %+v", after, before)
+	}
+	must(t, next.Close())
+}
+
+// B18: a save that the dead agent asked for is waited for, and only then is anything said to the guest: what it was sent before would be taken by the
+// save. The files are gone by then, as what nobody published is.
+func TestB18_SaveOnItsWayIsWaitedFor(t *testing.T) {
+	n := newNode(t)
+	cfg := n.config(t, runtimetest.NewID(t), nil)
+	n.deleteAtEnd(t, cfg.ID)
+	first := n.testEnv.open(t)
+	h, err := first.Start(bounded(t), cfg)
+	must(t, err)
+	before := n.count(t, cfg.ID)
+	must(t, first.Pause(bounded(t), cfg.ID))
+	st, err := first.State(bounded(t), cfg.ID)
+	must(t, err)
+	must(t, unix.Kill(st.Pid, unix.SIGSTOP))
+	dir := filepath.Join(t.TempDir(), "staged")
+	must(t, os.Mkdir(dir, 0o700))
+	gone, end := context.WithTimeout(t.Context(), time.Second) // it is sent by then
+	defer end()
+	if err := first.Save(gone, cfg.ID, runtime.SaveOptions{Dir: dir, Direct: true}); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("a sandbox that is stopped answered: %v", err)
+	}
+	must(t, first.Close())
+	must(t, os.RemoveAll(dir))
+
+	next := n.testEnv.open(t)
+	short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if _, err := next.Recover(short, h); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("got %v while the save was on its way, want the deadline", err)
+	}
+	must(t, unix.Kill(st.Pid, unix.SIGCONT))
+	got, err := next.Recover(bounded(t), h)
+	must(t, err)
+	if got.Phase != runtime.Paused {
+		t.Fatalf("recovered %+v, want it paused", got)
+	}
+	if _, err := os.Lstat(next.savePath(cfg.ID)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the note is still there: %v", err)
 	}
 	must(t, next.Resume(bounded(t), cfg.ID))
 	if after := n.count(t, cfg.ID); after.Nonce != before.Nonce || after.Counter != before.Counter+1 {

@@ -120,7 +120,9 @@ func (d *Driver) Recover(ctx context.Context, h runtime.Handle) (runtime.Status,
 
 // settleFirst is settle for who does not hold the sandbox's token.
 func (d *Driver) settleFirst(ctx context.Context, id string) error {
-	if _, err := os.Lstat(d.turnPath(id)); errors.Is(err, os.ErrNotExist) {
+	_, turning := os.Lstat(d.turnPath(id))
+	_, saving := os.Lstat(d.savePath(id))
+	if errors.Is(turning, os.ErrNotExist) && errors.Is(saving, os.ErrNotExist) {
 		return nil
 	}
 	e := d.entry(id)
