@@ -14,6 +14,7 @@ import (
 	"github.com/dormouse-run/dormouse/pkg/client"
 	"github.com/dormouse-run/dormouse/pkg/wait"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
+	barerunsc "github.com/dormouse-run/dormouse/test/bare"
 )
 
 // restores is a snapshot that is restored both ways.
@@ -25,8 +26,18 @@ type restores struct {
 	image string
 }
 
-// benchRestore compares RestoreSandbox with runsc restore of the same image, in and out of the page cache.
+// benchRestore compares RestoreSandbox with runsc restore of the same image, in and out of the page cache; and the rates of small ones.
 func benchRestore(ctx context.Context, b *bench) ([]Row, error) {
+	rows, err := b.restoreTimes(ctx)
+	if err != nil {
+		return nil, err
+	}
+	more, err := b.restoreRates(ctx)
+	return append(rows, more...), err
+}
+
+// restores takes a snapshot of a new sandbox, and leaves nothing else.
+func (b *bench) restores(ctx context.Context, heapMiB, fileMiB int) (*restores, error) {
 	all, err := b.filled(ctx, 1, heapMiB, fileMiB)
 	if err != nil {
 		return nil, err
@@ -46,7 +57,43 @@ func benchRestore(ctx context.Context, b *bench) ([]Row, error) {
 	if r.spec, err = b.spec(model.UID); err != nil {
 		return nil, err
 	}
-	if err := deleteAll(ctx, append(all, model)); err != nil {
+	return r, deleteAll(ctx, append(all, model))
+}
+
+// restoreRates compares several restores at a time.
+func (b *bench) restoreRates(ctx context.Context) ([]Row, error) {
+	const heap, file = 2, 1
+	r, err := b.restores(ctx, heap, file)
+	if err != nil {
+		return nil, err
+	}
+	var rows []Row
+	best := map[bool]float64{}
+	for _, width := range []int{2, 3, 4} {
+		mine, its, err := b.rates(ctx, "restore", width, contest{
+			product: func(ctx context.Context) (*client.Sandbox, error) {
+				return r.snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{})
+			},
+			prepare: func() (*barerunsc.Box, error) { return r.floor.Prepare(r.spec) },
+			bare: func(ctx context.Context, x *barerunsc.Box) error {
+				_, _, err := x.Restore(ctx, r.image)
+				return err
+			},
+		})
+		if err != nil {
+			return nil, err
+		}
+		best[true], best[false] = max(best[true], mine), max(best[false], its)
+		rows = append(rows, Row{What: fmt.Sprintf("restores of %d MiB heap + %d MiB file per second, %d at a time; bare until guest init answers", heap, file, width),
+			Product: rate(mine), Bare: rate(its), Value: mine / its, Unit: "x"})
+	}
+	rows = append(rows, Row{What: "the same, each at its best width", Product: rate(best[true]), Bare: rate(best[false]), Value: best[true] / best[false], Unit: "x"})
+	return rows, r.snap.Delete(ctx, "")
+}
+
+func (b *bench) restoreTimes(ctx context.Context) ([]Row, error) {
+	r, err := b.restores(ctx, heapMiB, fileMiB)
+	if err != nil {
 		return nil, err
 	}
 	var warm, cold [3]Sample

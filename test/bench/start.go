@@ -92,10 +92,29 @@ func (b *bench) startBoth(ctx context.Context, floor *bare, spec *specs.Spec, pr
 	return x.Remove(ctx)
 }
 
-// startRates starts blocks of sandboxes each way in turn and gives the median rates. What CPU they took, and who, goes into the notes.
+// startRates starts blocks of sandboxes each way in turn and gives the median rates.
 func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, width int) (product, its float64, err error) {
+	return b.rates(ctx, "start", width, contest{
+		product: func(ctx context.Context) (*client.Sandbox, error) { return b.create(ctx, startMemory, nil) },
+		prepare: func() (*barerunsc.Box, error) { return floor.Prepare(spec) },
+		bare: func(ctx context.Context, x *barerunsc.Box) error {
+			_, _, err := x.Start(ctx)
+			return err
+		},
+	})
+}
+
+// contest is one thing done each way.
+type contest struct {
+	product func(ctx context.Context) (*client.Sandbox, error)
+	prepare func() (*barerunsc.Box, error)
+	bare    func(ctx context.Context, x *barerunsc.Box) error
+}
+
+// rates makes blocks of sandboxes each way in turn and gives the median rates. What CPU they took, and who, goes into the notes.
+func (b *bench) rates(ctx context.Context, what string, width int, c contest) (product, its float64, err error) {
 	const block = 12
-	var a, c Sample
+	var ours, theirs Sample
 	mine, bare := cpuUse{}, cpuUse{}
 	rounds := b.times(5)
 	for range rounds {
@@ -104,39 +123,36 @@ func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, w
 			return 0, 0, err
 		}
 		took, err := b.counted(ctx, mine, width, block, func(ctx context.Context, i int) (err error) {
-			made[i], err = b.create(ctx, startMemory, nil)
+			made[i], err = c.product(ctx)
 			return err
 		})
 		if err != nil {
 			return 0, 0, err
 		}
-		a = append(a, block/took.Seconds())
+		ours = append(ours, block/took.Seconds())
 		if err := deleteAll(ctx, made); err != nil {
 			return 0, 0, err
 		}
 		boxes := make([]*barerunsc.Box, block)
 		for i := range boxes {
-			if boxes[i], err = floor.Prepare(spec); err != nil {
+			if boxes[i], err = c.prepare(); err != nil {
 				return 0, 0, err
 			}
 		}
 		if err := wait.For(ctx, breath); err != nil {
 			return 0, 0, err
 		}
-		took, err = b.counted(ctx, bare, width, block, func(ctx context.Context, i int) error {
-			_, _, err := boxes[i].Start(ctx)
-			return err
-		})
+		took, err = b.counted(ctx, bare, width, block, func(ctx context.Context, i int) error { return c.bare(ctx, boxes[i]) })
 		if err != nil {
 			return 0, 0, err
 		}
-		c = append(c, block/took.Seconds())
+		theirs = append(theirs, block/took.Seconds())
 		if _, err := inParallel(ctx, 4, block, func(ctx context.Context, i int) error { return boxes[i].Remove(ctx) }); err != nil {
 			return 0, 0, err
 		}
 	}
-	b.note("%d at a time, CPU of a start: %s; bare: %s", width, mine.each(block*rounds), bare.each(block*rounds))
-	return a.Median(), c.Median(), nil
+	b.note("%d at a time, CPU of a %s: %s; bare: %s", width, what, mine.each(block*rounds), bare.each(block*rounds))
+	return ours.Median(), theirs.Median(), nil
 }
 
 // inParallel does n things, width at a time, and tells how long all took.
