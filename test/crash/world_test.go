@@ -202,7 +202,7 @@ func (w *world) holds(keep map[string]int) error {
 func (w *world) folders(keep map[string]int) error {
 	for pattern, n := range map[string]int{
 		w.NodeDir(1) + "/sandboxes/*":         keep["sandboxes"],
-		w.NodeDir(1) + "/runsc/launch/*":      keep["sandboxes"],
+		w.NodeDir(1) + "/runsc/launch/[^.]*":  keep["sandboxes"],
 		w.NodeDir(1) + "/runsc/state/*.state": keep["sandboxes"],
 		w.NodeDir(1) + "/snapshots/[^.]*":     keep["snapshots"],
 		w.NodeDir(1) + "/volumes/volumes/*":   keep["volumes"],
