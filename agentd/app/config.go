@@ -112,7 +112,7 @@ type LimitsConfig struct {
 	// MemoryWait gives what is being deleted time to go.
 	MemoryWait time.Duration `yaml:"memory_wait" usage:"how long a start or restore waits for memory before it is refused"`
 	Commands   int           `yaml:"commands" usage:"how many finished commands are remembered"`
-	Starts     int           `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: two more than there are cores"`
+	Starts     int           `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: as many as there are cores, and two at the least"`
 	Networks   int           `yaml:"networks" usage:"how many network namespaces, and folders of sandboxes, are kept ready"`
 }
 
@@ -197,7 +197,7 @@ func (c *Config) fill() {
 		c.Protect.Cgroup = "/dormouse-agentd/" + c.Node
 	}
 	if c.Limits.Starts == 0 {
-		c.Limits.Starts = runtime.NumCPU() + 2
+		c.Limits.Starts = max(runtime.NumCPU(), 2)
 	}
 	if c.Advertise == "" {
 		c.Advertise = c.Listen
