@@ -14,7 +14,8 @@
 //
 // # Invariants
 //
-//   - An entry is sent with a point in the catalog's history that has it. A node never has an entry without one.
+//   - An entry is sent with a point in the catalog's history that has it. A node never has an entry without one. The point is of after the reading:
+//     what the log says was deleted in between is sent as deleted, so that nothing is said to live at a point at which it did not.
 //   - A node's journal at a point, once a whole was sent, has every record that concerned it then. What was
 //     committed since may be missing; what the journal has and the catalog has not was lost or is deleted
 //     since, and the points tell which.

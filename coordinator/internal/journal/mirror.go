@@ -149,6 +149,9 @@ func (m *Mirror) advance(at catalog.Point, changes []catalog.Change) {
 				if f.node == item.Node {
 					f.note(item, c.Seq)
 				}
+				if item.Deleted {
+					f.bury(item, c.Seq)
+				}
 			}
 		}
 	}
@@ -204,6 +207,8 @@ type Feed struct {
 	whole   bool
 	news    chan struct{} // has a value when there is something to do
 	next    uint64
+	// buried are the records of any node that the log says were deleted since the last reading of the catalog began; nil while nothing is read.
+	buried map[catalog.Key]change
 	// complete is what the message on its way completes; zero if none.
 	complete catalog.Point
 }
@@ -233,6 +238,39 @@ func (f *Feed) note(item catalog.ChangedRecord, seq uint64) {
 	defer f.mu.Unlock()
 	f.pending[item.Key] = change{item, seq}
 	f.wake()
+}
+
+// bury notes what was deleted while a message is made.
+func (f *Feed) bury(item catalog.ChangedRecord, seq uint64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.buried != nil {
+		f.buried[item.Key] = change{item, seq}
+	}
+}
+
+// reads begins a message: what is read from now on may be deleted before the message has its point.
+func (f *Feed) reads() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.buried = make(map[catalog.Key]change)
+}
+
+// settle gives the message a point, to which the log was followed, and takes from it what is not so there: what was read and deleted since.
+// It would else be put back into a catalog that has the deletion and not the point.
+func (f *Feed) settle(msg *nodev1.Journal) catalog.Point {
+	f.m.mu.Lock()
+	defer f.m.mu.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for i, e := range msg.GetEntries() {
+		k := catalog.Key{Tenant: e.GetTenant(), Kind: catalog.Kind(e.GetKind()), UID: e.GetUid()}
+		if c, ok := f.buried[k]; ok && !e.GetDeleted() {
+			msg.Entries[i] = deleted(c.item, c.seq)
+		}
+	}
+	f.buried = nil
+	return f.m.at
 }
 
 func (f *Feed) gap() {
@@ -361,6 +399,7 @@ func (f *Feed) sendChanges(ctx context.Context, pending map[catalog.Key]change, 
 		msg := new(nodev1.Journal)
 		var seq uint64
 		if n > 0 {
+			f.reads()
 			found, err := f.m.o.Catalog.GetMany(ctx, keys[:n])
 			if err != nil {
 				return err
@@ -451,6 +490,7 @@ func (f *Feed) sendWhole(ctx context.Context, at catalog.Point) error {
 	for i, kind := range Kinds {
 		q := catalog.Query{Kind: kind, Node: f.node, PageSize: pageSize}
 		for {
+			f.reads()
 			page, err := f.m.o.Catalog.List(ctx, q)
 			if err != nil {
 				return err
@@ -477,9 +517,12 @@ func (f *Feed) sendWhole(ctx context.Context, at catalog.Point) error {
 
 // deliver sends a message with a point that has its entries, and waits until the node made it durable.
 func (f *Feed) deliver(ctx context.Context, msg *nodev1.Journal, seq uint64) error {
-	at, err := f.m.reached(ctx, seq)
-	if err != nil {
+	if _, err := f.m.reached(ctx, seq); err != nil {
 		return err
+	}
+	at := f.settle(msg)
+	if at.IsZero() || at.Seq < seq {
+		return errs.New(errs.StoreUnavailable, "the change log is followed anew")
 	}
 	// What was read is of a catalog that has what the log said; else it came back older meanwhile, and the node is not told.
 	switch relation, err := f.m.o.Catalog.Compare(ctx, at); {

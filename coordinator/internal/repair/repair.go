@@ -42,7 +42,7 @@ func (r *Repairer) Repair(ctx context.Context, epoch fence.Epoch, s *Survey) err
 			default:
 				progress, f.Repaired = true, true
 				r.Log.Warn("put back into the catalog", "difference", f.Difference, "kind", f.Key.Kind, "tenant", f.Key.Tenant, "uid", f.Key.UID,
-					"node", f.Node, "revision", f.Journal, "had", f.Catalog)
+					"node", f.Node, "revision", f.Journal, "had", f.Catalog, "seen", f.entry.Point.Seq, "of", f.entry.Point.Incarnation)
 			}
 		}
 		left = again

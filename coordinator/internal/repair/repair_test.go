@@ -183,6 +183,15 @@ func TestC21RepairPutsBackWhatWasLost(t *testing.T) {
 	w.want(w.survey().Findings)
 }
 
+// What the catalog itself knows to be deleted is not put back, whatever a journal has: uids are never used again.
+func TestC21RepairPutsNothingBackThatIsBuried(t *testing.T) {
+	w := newWorld(t)
+	w.put(catalog.KindSnapshot, "buried", "Ready")
+	w.commit(catalog.Commit{Deletes: []catalog.Delete{{Key: key(catalog.KindSnapshot, "buried"), ExpectRevision: 1, Tombstone: true}}})
+	w.nodes.journals["n1"] = []*nodev1.JournalEntry{entry(catalog.KindSnapshot, "buried", 1, w.lost()), entry(catalog.KindSnapshot, "lost", 1, w.lost())}
+	w.want(w.survey().Findings, "lost lost 0/1 false")
+}
+
 // What concerned no node comes from who led: what lived, what was deleted, and what it knows of without a copy, which is said.
 func TestC21RepairPutsBackWhatConcernedNoNode(t *testing.T) {
 	w := newWorld(t)

@@ -15,7 +15,7 @@
 //
 //   - A survey changes nothing.
 //   - A repair only adds what was lost, takes forward what is older, and deletes what was deleted: a record that the
-//     catalog has at the same or a higher revision is never touched.
+//     catalog has at the same or a higher revision is never touched, and what it has a tombstone of is not put back.
 //   - All of it is checked by the store like any commit: references, attachments, names. What does not fit is
 //     reported, object by object, and left.
 //   - Repeating a repair, or one that another began, is harmless: what is put back is no longer lost.
@@ -37,6 +37,7 @@ import (
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/journal"
 	"github.com/dormouse-run/dormouse/pkg/catalog"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fence"
 	nodev1 "github.com/dormouse-run/dormouse/proto/dormouse/node/v1"
 )
@@ -137,7 +138,13 @@ func (r *Repairer) Survey(ctx context.Context, nodes []Node) (*Survey, error) {
 			return nil, err
 		}
 		for _, k := range chunk {
-			if f, differs := compare(lost[k], have); differs {
+			f, differs := compare(lost[k], have)
+			if differs && f.Difference == Lost {
+				if differs, err = r.unburied(ctx, k); err != nil {
+					return nil, err
+				}
+			}
+			if differs {
 				s.Findings = append(s.Findings, f)
 			}
 		}
@@ -202,6 +209,16 @@ func newer(a, b journal.Entry) bool {
 		return a.Record.Revision > b.Record.Revision
 	}
 	return a.Deleted && !b.Deleted
+}
+
+// unburied tells whether the catalog does not know that the record was deleted. What it knows to be deleted stays so, whatever a journal has: uids are
+// never used again.
+func (r *Repairer) unburied(ctx context.Context, k catalog.Key) (bool, error) {
+	_, err := r.Store.Tombstone(ctx, k)
+	if errs.Has(err, errs.ObjectNotFound) {
+		return true, nil
+	}
+	return false, err
 }
 
 // compare tells whether the catalog is behind the entry.
