@@ -168,7 +168,7 @@ func (c *checker) partition(n int) *partition {
 	}
 	for _, l := range c.losses {
 		r := &Record{Worker: -1, Cell: n, Kind: word, Op: l.why, Call: l.at, Return: l.at, Outcome: OK}
-		for kind, ops := range map[eventKind]map[string]bool{lose: l.lost, unname: l.unnamed} {
+		for kind, ops := range map[eventKind]map[string]bool{lose: l.lost, regain: l.regained, unname: l.unnamed} {
 			for op := range ops {
 				if i, ok := p.index[op]; ok {
 					p.add(r, event{kind: kind, thing: i})

@@ -52,6 +52,7 @@ const (
 	removed                       // and ended
 	mayRemove                     // it is unknown whether
 	lose                          // the catalog lost it, as was reported: it is what it was at some time before
+	regain                        // a word had given it up, and the next one found it again, as was reported: it is what it was at any time
 	unname                        // it was put back without its name, as was reported
 	seePhase                      // a read found the object, in a phase
 	seeNothing                    // a read did not find it
@@ -423,12 +424,18 @@ func (c *cell) initial() string { return strings.Repeat("\x00", len(c.things)) }
 func (c *cell) advance(set string, e event) (bool, string) {
 	next := map[string]bool{}
 	for s := range c.closure(set) {
-		if e.kind == lose && !c.alone {
+		if (e.kind == lose || e.kind == regain) && !c.alone {
 			next[flagged(with(s, e.thing, none), e.thing, lostBit)] = true
 			continue
 		}
 		if e.kind == lose {
 			for _, b := range before[at(s, e.thing)] {
+				next[flagged(with(s, e.thing, b), e.thing, lostBit)] = true
+			}
+			continue
+		}
+		if e.kind == regain {
+			for b := range byte(stateCount) {
 				next[flagged(with(s, e.thing, b), e.thing, lostBit)] = true
 			}
 			continue

@@ -113,3 +113,32 @@ func TestTheModel(t *testing.T) {
 		}
 	}
 }
+
+// TestTheModelOfALoss: what an operator's word gave up may be gone or as it was before, once and for all; what comes back then has been resurrected, unless
+// the next word was told of it.
+func TestTheModelOfALoss(t *testing.T) {
+	for name, c := range map[string]struct{ good, regained, back bool }{
+		"gone":              {true, false, false},
+		"resurrected":       {false, false, true},
+		"told to come back": {true, true, true},
+	} {
+		h := begun()
+		h.tell(Record{Kind: ListSnapshots, Op: "l", Cell: -1, Outcome: OK})
+		if c.back {
+			h.tell(Record{Kind: GetSnapshot, Op: "g", Target: "p", Outcome: OK, Seen: []Seen{{Op: "p", UID: "P", Phase: "READY"}}})
+		} else {
+			h.tell(Record{Kind: GetSnapshot, Op: "g", Target: "p", Outcome: OK, Absent: true})
+		}
+		records, objects, byUID, wrong := h.snapshot()
+		lost := h.records[3].Call - 1 // between the records
+		losses := []loss{{at: lost, lost: map[string]bool{"p": true}}}
+		if c.regained {
+			losses = append(losses, loss{at: h.records[3].Return + 1, regained: map[string]bool{"p": true}})
+		}
+		h.records[4].Call, h.records[4].Return = h.records[4].Call+2, h.records[4].Return+2
+		more, _ := (&checker{records: records, objects: objects, byUID: byUID, losses: losses, limit: time.Minute}).check(1)
+		if wrong = append(wrong, more...); (len(wrong) == 0) != c.good {
+			t.Errorf("%s: %v", name, wrong)
+		}
+	}
+}

@@ -28,7 +28,8 @@ type loss struct {
 	at  time.Duration
 	why string
 	// lost are what may be as it was at some time before, unnamed what was put back without its name.
-	lost, unnamed map[string]bool
+	// regained are what an earlier word had given up and the report names as put back: the server came back without that word, and a node had returned since.
+	lost, unnamed, regained map[string]bool
 }
 
 // behind is how many operations the server's copy is older at most: what is reported at once is bounded.
@@ -195,7 +196,7 @@ func (f *faults) read(ctx context.Context) (all []catalog.Change, err error) {
 func (f *faults) operate(ctx context.Context, p planned, leader int, was []catalog.Change) (loss, error) {
 	operator := f.world.operator[leader]
 	var found []*dormousev1.CatalogFinding
-	l := loss{why: p.Kind, lost: make(map[string]bool), unnamed: make(map[string]bool)}
+	l := loss{why: p.Kind, lost: make(map[string]bool), unnamed: make(map[string]bool), regained: make(map[string]bool)}
 	if err := until(ctx, "writes are refused since the catalog came back older", func() error { return f.refused(ctx, f.world.user[leader]) }); err != nil {
 		return l, err
 	}
@@ -362,6 +363,9 @@ func (f *faults) account(ctx context.Context, l *loss, was []catalog.Change, rea
 		if strings.Contains(d.GetMessage(), "without its name") {
 			l.add(f.traffic, l.unnamed, keyOf(d))
 		}
+		if d.GetRepaired() {
+			l.regain(f.traffic, keyOf(d))
+		}
 		if !d.GetRepaired() && d.GetUid() != "" {
 			excused[keyOf(d)] = true
 		}
@@ -396,6 +400,24 @@ func (f *faults) account(ctx context.Context, l *loss, was []catalog.Change, rea
 func (l *loss) add(t *traffic, to map[string]bool, k catalog.Key) {
 	t.history.mu.Lock()
 	defer t.history.mu.Unlock()
+	op := t.operationOf(k)
+	if o := t.objects[op]; o != nil {
+		to[op] = true
+		o.lost = o.lost || l.lost[op]
+	}
+}
+
+// regain enters what an earlier word had given up.
+func (l *loss) regain(t *traffic, k catalog.Key) {
+	t.history.mu.Lock()
+	defer t.history.mu.Unlock()
+	if op := t.operationOf(k); t.objects[op] != nil && t.objects[op].lost {
+		l.regained[op] = true
+	}
+}
+
+// operationOf gives the operation that made the object which the record is of. It wants the lock.
+func (t *traffic) operationOf(k catalog.Key) string {
 	op := t.byUID[k.UID]
 	if k.Kind == catalog.KindOperation {
 		op = k.UID
@@ -405,10 +427,7 @@ func (l *loss) add(t *traffic, to map[string]bool, k catalog.Key) {
 			}
 		}
 	}
-	if o := t.objects[op]; o != nil {
-		to[op] = true
-		o.lost = o.lost || l.lost[op]
-	}
+	return op
 }
 
 // shun enters what nobody has seen, since whether it is among what was lost cannot be told; and has no more asked of what was lost, nor of
