@@ -67,8 +67,15 @@ var aimed = []fault{
 	{"commit of a leader late", (*faults).delayCommit},
 }
 
+// losing are the faults after which something is lost, and what a run has in their place unless it is to lose something.
+var losing = map[string]string{
+	"server came back with an old dump, a node away":     "server came back with a copy",
+	"server came back with its log cut off, a node away": "server came back with its log cut off",
+	"server came back with a copy, coordinators new":     "server came back with a copy, under load",
+}
+
 // schedule chooses the faults of a seed. Seeds that follow each other have all kinds, whatever chance does; or there is one only.
-func schedule(seed uint64, count int, ops int64, only string) []planned {
+func schedule(seed uint64, count int, ops int64, only string, losses bool) []planned {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	deck := make([]int, 0, len(strikes))
 	for i := range count {
@@ -76,9 +83,13 @@ func schedule(seed uint64, count int, ops int64, only string) []planned {
 	}
 	rng.Shuffle(len(deck), func(i, j int) { deck[i], deck[j] = deck[j], deck[i] })
 	var all []planned
-	for i, kind := range deck {
+	for i, n := range deck {
+		kind := strikes[n].kind
+		if !losses {
+			kind = cmp.Or(losing[kind], kind)
+		}
 		all = append(all, planned{
-			Kind: cmp.Or(only, strikes[kind].kind), After: ops * int64(2*i+1) / int64(2*count), Leader: rng.IntN(4) > 0, Node: rng.IntN(nodes),
+			Kind: cmp.Or(only, kind), After: ops * int64(2*i+1) / int64(2*count), Leader: rng.IntN(4) > 0, Node: rng.IntN(nodes),
 			Hold: 100*time.Millisecond + time.Duration(rng.Int64N(int64(1500*time.Millisecond))), Bytes: 1 + rng.Int64N(20<<10),
 		})
 	}

@@ -110,7 +110,8 @@ func seeds(t *testing.T) <-chan uint64 {
 	return all
 }
 
-// TestC30_HistoriesAreLinearizable runs the seeds. OUT is a folder for the reports, if any are wanted; ONLY is the kind of fault that all are to be of.
+// TestC30_HistoriesAreLinearizable runs the seeds. OUT is a folder for the reports, if any are wanted; ONLY is the kind of fault that all are to be of; with LOSSES
+// or DURATION faults after which something is lost are among them.
 func TestC30_HistoriesAreLinearizable(t *testing.T) {
 	binary, out := coordinator(t, ""), os.Getenv("OUT")
 	if out == "" {
@@ -124,7 +125,7 @@ func TestC30_HistoriesAreLinearizable(t *testing.T) {
 		group.Go(func() {
 			for seed := range next {
 				dir := filepath.Join(out, strconv.FormatUint(seed, 10))
-				report, err := Run(t.Context(), Options{Seed: seed, Operations: operations, Faults: faultsOfRun, Only: os.Getenv("ONLY"), FaultPatience: time.Duration(number(t, "PATIENCE", 0)) * time.Second, Binary: binary, Out: dir})
+				report, err := Run(t.Context(), Options{Seed: seed, Operations: operations, Faults: faultsOfRun, Only: os.Getenv("ONLY"), Losses: os.Getenv("LOSSES") != "" || os.Getenv("DURATION") != "", FaultPatience: time.Duration(number(t, "PATIENCE", 0)) * time.Second, Binary: binary, Out: dir})
 				if err != nil {
 					t.Errorf("seed %d: %v", seed, err)
 					continue

@@ -25,6 +25,8 @@ type Options struct {
 	Faults int
 	// Only is the kind that they are of, if it is not empty.
 	Only string
+	// Losses: faults after which something is lost may be among them, not only if they are named.
+	Losses bool
 	// Binary is the coordinator.
 	Binary string
 	// Variant is a mutation that the binary has, or empty.
@@ -61,7 +63,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	t := newTraffic(w, o.Operations)
 	t.patience = cmp.Or(o.Patience, patience)
 	f := &faults{world: w, traffic: t, patience: cmp.Or(o.FaultPatience, patience)}
-	plan := schedule(o.Seed, o.Faults, o.Operations, o.Only)
+	plan := schedule(o.Seed, o.Faults, o.Operations, o.Only, o.Losses)
 	failed := drive(ctx, o, t, f, plan)
 	if failed == nil || o.Variant != "" { // a variant may leave a system that does not recover, and what it says is what counts
 		t.sweep(ctx)
