@@ -37,6 +37,9 @@ type partition struct {
 	alone []*partition
 }
 
+// uncheckable is in what is said of a history that takes too long.
+const uncheckable = "could not be checked within"
+
 // check gives what is wrong. A history that could not be checked within the limit is wrong.
 func (c *checker) check(cells int) (wrong []string, steps int) {
 	for n := range cells {
@@ -69,7 +72,7 @@ func (p *partition) check(limit time.Duration) string {
 	case porcupine.Ok:
 		return ""
 	case porcupine.Unknown:
-		return fmt.Sprintf(" could not be checked within %s:\n%s", limit, p.explain(info))
+		return fmt.Sprintf(" "+uncheckable+" %s:\n%s", limit, p.explain(info))
 	}
 	return " is not linearizable:\n" + p.explain(info)
 }

@@ -39,6 +39,8 @@ type Options struct {
 	FaultPatience time.Duration
 	// Limit of the run; minutes, if it is zero.
 	Limit time.Duration
+	// CheckLimit is how long each part of the history is checked at the most; minutes, if it is zero.
+	CheckLimit time.Duration
 }
 
 // runLimit bounds one run, however slow the machine is.
@@ -70,7 +72,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	}
 	wrong := w.validate(ctx)
 	records, objects, byUID, blamed := t.snapshot()
-	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, losses: f.losses, limit: 2 * time.Minute}
+	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, losses: f.losses, limit: cmp.Or(o.CheckLimit, 2*time.Minute)}
 	nonlinear, steps := c.check(cells)
 	report = newReport(o, records, f.struck)
 	report.Plan, report.Steps, report.Took = plan, steps, time.Since(began)

@@ -3,6 +3,7 @@ package robustness
 import (
 	"cmp"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -25,13 +26,13 @@ var hunts = map[mutant.Name]Options{
 const tries = 5
 
 // TestTheSuiteFindsBugs: each variant is caught by one of a few seeds, by what clients were told or by the change log. That
-// it stands still is not enough.
+// it stands still is not enough, nor that its history takes too long to check.
 func TestTheSuiteFindsBugs(t *testing.T) {
 	binary, first, all := coordinator(t, "mutants"), number(t, "FIRST", 1), number(t, "ALL", 0)
 	for _, variant := range mutant.Names() {
 		t.Run(string(variant), func(t *testing.T) {
 			o, caught := hunts[variant], 0
-			o.Binary, o.Variant = binary, string(variant)
+			o.Binary, o.Variant, o.CheckLimit = binary, string(variant), 15*time.Second
 			for n := range cmp.Or(all, tries) {
 				o.Seed = uint64(first + n)
 				report, err := Run(t.Context(), o)
@@ -39,11 +40,12 @@ func TestTheSuiteFindsBugs(t *testing.T) {
 					t.Fatalf("seed %d: %v", o.Seed, err)
 				}
 				t.Logf("seed %d found %d bugs in %s %s", o.Seed, len(report.Wrong), report.Took.Round(time.Millisecond), report.Stuck)
-				if len(report.Wrong) > 0 {
+				wrong := slices.DeleteFunc(report.Wrong, func(w string) bool { return strings.Contains(w, uncheckable) })
+				if len(wrong) > 0 {
 					caught++
 				}
 				if all == 0 && caught > 0 {
-					t.Logf("caught by seed %d, the %d. that was tried:\n%s", o.Seed, n+1, report.Wrong[0])
+					t.Logf("caught by seed %d, the %d. that was tried:\n%s", o.Seed, n+1, wrong[0])
 					return
 				}
 			}
