@@ -70,7 +70,9 @@ func TestC21NothingLivesAtAPointAtWhichItIsDeleted(t *testing.T) {
 			group.Go(func() { m.Run(ctx) })
 			key := catalog.Key{Tenant: "acme", Kind: catalog.KindSnapshot, UID: "s"}
 			var buried uint64
+			committed := make(chan struct{})
 			bury := func() {
+				<-committed // the world is used by one at a time
 				w.commit(catalog.Commit{Deletes: []catalog.Delete{{Key: key, ExpectRevision: 1}}})
 				buried = w.head
 				for m.Unplaced().To.Seq < buried && ctx.Err() == nil {
@@ -80,6 +82,7 @@ func TestC21NothingLivesAtAPointAtWhichItIsDeleted(t *testing.T) {
 			put := func() {
 				store.hold(key, bury)
 				w.commit(catalog.Commit{Puts: []catalog.Put{{Record: catalog.Record{Key: key, Node: "n1", Phase: "Ready"}}}})
+				close(committed)
 			}
 			if whole {
 				put()
