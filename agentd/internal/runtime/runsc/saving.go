@@ -9,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -113,9 +112,6 @@ func hasOpen(pid int, files []inode) (bool, error) {
 		return false, err
 	}
 	for _, e := range entries {
-		if _, err := strconv.Atoi(e.Name()); err != nil {
-			continue
-		}
 		var st unix.Stat_t
 		if unix.Stat(filepath.Join(dir, e.Name()), &st) == nil && slices.Contains(files, inodeOf(&st)) {
 			return true, nil
