@@ -266,7 +266,7 @@ func (a *App) openRunner(context.Context) error {
 	}
 	a.onClose(quiet(a.run.Close))
 	a.volumes.freeze = a.run.Freeze
-	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, CPU: a.cpuOf, Log: a.log})
+	a.uses = activity.Open(activity.Options{Path: a.dir("uses.json"), Boxes: a.boxes, Box: a.box, CPU: a.cpuOf, Log: a.log})
 	a.node = &node{cfg: a.cfg, run: a.run, uses: a.uses, state: a.state, journal: a.journal, bulk: a.bulk, images: a.images, volumes: a.volumes, networks: a.networks, bundles: a.bundles, room: a.room, sandboxes: a.sandboxes, notice: a.notice, cpu: cpu, bootID: uid.New()}
 	return nil
 }
@@ -279,6 +279,11 @@ func (a *App) boxes() ([]activity.Box, error) {
 		out = append(out, activity.Box{UID: rec.UID, Phase: rec.Phase})
 	}
 	return out, err
+}
+
+func (a *App) box(uid string) (activity.Box, error) {
+	rec, err := a.state.Sandbox(uid)
+	return activity.Box{UID: rec.UID, Phase: rec.Phase}, err
 }
 
 func (a *App) cpuOf(_ context.Context, uid string) (time.Duration, error) {

@@ -19,11 +19,11 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"slices"
 	"sync"
 	"time"
 
 	"github.com/dormouse-run/dormouse/pkg/durable"
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
@@ -43,8 +43,9 @@ type Box struct {
 type Options struct {
 	// Path of the file with the times.
 	Path string
-	// Boxes lists the sandboxes, CPU what one has used of it.
+	// Boxes lists the sandboxes, Box gives one of them (OBJECT_NOT_FOUND), CPU what one has used of it.
 	Boxes func() ([]Box, error)
+	Box   func(uid string) (Box, error)
 	CPU   func(ctx context.Context, uid string) (time.Duration, error)
 	Now   func() time.Time
 	Log   *slog.Logger
@@ -210,13 +211,11 @@ func (t *Tracker) Use(uid string) (done func()) {
 
 // Unused tells whether the sandbox is known not to have been used for so long, also as of now.
 func (t *Tracker) Unused(ctx context.Context, uid string, long time.Duration) bool {
-	all, err := t.opts.Boxes()
-	if err != nil {
+	seen, err := t.opts.Box(uid)
+	if err != nil && !errs.Has(err, errs.ObjectNotFound) {
 		t.opts.Log.WarnContext(ctx, "look at whether a sandbox is used", "sandbox", uid, "error", err)
-		return false
 	}
-	at := slices.IndexFunc(all, func(b Box) bool { return b.UID == uid })
-	if at < 0 || !t.look(ctx, all[at]) {
+	if err != nil || !t.look(ctx, seen) {
 		return false
 	}
 	t.mu.Lock()

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
 
@@ -23,7 +24,16 @@ func newWorld(t *testing.T) *world {
 
 func (w *world) open() *Tracker {
 	return Open(Options{Path: w.path, Boxes: func() ([]Box, error) { return w.boxes, nil },
-		CPU: func(context.Context, string) (time.Duration, error) { return w.cpu, nil }, Now: func() time.Time { return w.now }})
+		Box: w.box, CPU: func(context.Context, string) (time.Duration, error) { return w.cpu, nil }, Now: func() time.Time { return w.now }})
+}
+
+func (w *world) box(uid string) (Box, error) {
+	for _, b := range w.boxes {
+		if b.UID == uid {
+			return b, nil
+		}
+	}
+	return Box{}, errs.New(errs.ObjectNotFound, "no sandbox %s", uid)
 }
 
 func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
