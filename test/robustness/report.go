@@ -68,31 +68,49 @@ func (r *Report) Save(dir string) error {
 	return os.WriteFile(filepath.Join(dir, "history.txt"), []byte(b.String()), 0o644)
 }
 
-// Summary is the report for people.
-func (r *Report) Summary() string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "seed %d: %d operations, %d steps, %s", r.Seed, r.Operations, r.Steps, r.Took.Round(time.Millisecond))
-	if r.Variant != "" {
-		fmt.Fprintf(&b, ", variant %s", r.Variant)
-	}
-	b.WriteString("\n")
-	for _, k := range slices.Sorted(maps.Keys(r.Outcomes)) {
-		fmt.Fprintf(&b, "  %-18s", k)
-		for _, o := range slices.Sorted(maps.Keys(r.Outcomes[k])) {
-			fmt.Fprintf(&b, " %s %d", o, r.Outcomes[k][o])
-		}
-		b.WriteString("\n")
-	}
+// Line is the report in one line.
+func (r *Report) Line() string {
+	kinds := make([]string, 0, len(r.Faults))
 	for _, f := range r.Faults {
-		fmt.Fprintf(&b, "  at %-8s %-40s longest without a success %s\n", f.Begin.Round(time.Millisecond), f.Kind, f.Outage.Round(time.Millisecond))
+		kinds = append(kinds, f.Kind)
 	}
-	for _, w := range r.Wrong {
-		fmt.Fprintf(&b, "  WRONG: %s\n", w)
+	return fmt.Sprintf("seed %d: %d operations, %d steps, %s: %s", r.Seed, r.Operations, r.Steps, r.Took.Round(time.Millisecond), strings.Join(kinds, "; "))
+}
+
+// What is told of a run that found something, so that it is whole where an output is cut: so many lines, none longer.
+const troubleLines, troubleWidth = 40, 400
+
+// Trouble says what was planned, what was done, and what was wrong, in few lines.
+func (r *Report) Trouble() string {
+	var all []string
+	add := func(text string) {
+		for line := range strings.Lines(text) {
+			if line = strings.TrimRight(line, " \n"); line != "" {
+				all = append(all, line[:min(len(line), troubleWidth)])
+			}
+		}
+	}
+	add(fmt.Sprintf("SEED %d FOUND SOMETHING: %d operations, %s %s", r.Seed, r.Operations, r.Took.Round(time.Millisecond), r.Variant))
+	for i, p := range r.Plan {
+		line := fmt.Sprintf("  after %d operations %s, leader %v, node %d, %s, %d bytes", p.After, p.Kind, p.Leader, p.Node, p.Hold.Round(time.Millisecond), p.Bytes)
+		if i < len(r.Faults) {
+			line += fmt.Sprintf(": at %s, healed at %s", r.Faults[i].Begin.Round(time.Millisecond), r.Faults[i].Healed.Round(time.Millisecond))
+		}
+		add(line)
 	}
 	if r.Stuck != "" {
-		fmt.Fprintf(&b, "  STUCK: %s\n", r.Stuck)
+		add("  STUCK: " + r.Stuck)
 	}
-	return b.String()
+	for i, w := range r.Wrong { // each gets its share
+		rest := (troubleLines - len(all)) / (len(r.Wrong) - i)
+		if rest < 1 {
+			break
+		}
+		before := len(all)
+		add("  WRONG: " + w)
+		all = all[:min(len(all), before+rest)]
+	}
+	return strings.Join(all[:min(len(all), troubleLines)], "\n")
 }
 
 // Good tells whether the run found nothing.

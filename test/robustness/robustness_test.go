@@ -119,6 +119,12 @@ func TestC30_HistoriesAreLinearizable(t *testing.T) {
 	}
 	var mu sync.Mutex
 	var reports []*Report
+	var troubles []string // told last: an output may be cut
+	trouble := func(format string, args ...any) {
+		mu.Lock()
+		defer mu.Unlock()
+		troubles = append(troubles, fmt.Sprintf(format, args...))
+	}
 	var group sync.WaitGroup
 	next := seeds(t)
 	for range lanes {
@@ -127,18 +133,18 @@ func TestC30_HistoriesAreLinearizable(t *testing.T) {
 				dir := filepath.Join(out, strconv.FormatUint(seed, 10))
 				report, err := Run(t.Context(), Options{Seed: seed, Operations: operations, Faults: faultsOfRun, Only: os.Getenv("ONLY"), Losses: os.Getenv("LOSSES") != "" || os.Getenv("DURATION") != "", FaultPatience: time.Duration(number(t, "PATIENCE", 0)) * time.Second, Binary: binary, Out: dir})
 				if err != nil {
-					t.Errorf("seed %d: %v", seed, err)
+					trouble("seed %d: %v", seed, err)
 					continue
 				}
 				if err := report.Save(dir); err != nil {
-					t.Error(err)
+					trouble("seed %d: %v", seed, err)
 				}
-				t.Log(report.Summary())
+				t.Log(report.Line())
 				if !report.Good() {
-					t.Errorf("seed %d found something: make robustness SEED=%d OUT=folder runs it again", seed, seed)
+					trouble("%s\nmake robustness SEED=%d OUT=folder runs it again", report.Trouble(), seed)
 				}
 				if report.Operations < operations {
-					t.Errorf("seed %d: only %d operations", seed, report.Operations)
+					trouble("seed %d: only %d operations", seed, report.Operations)
 				}
 				mu.Lock()
 				reports = append(reports, report)
@@ -148,4 +154,7 @@ func TestC30_HistoriesAreLinearizable(t *testing.T) {
 	}
 	group.Wait()
 	t.Logf("the longest times without a mutation that succeeded:\n%s", Outages(reports))
+	for _, what := range troubles {
+		t.Error(what)
+	}
 }

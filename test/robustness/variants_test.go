@@ -67,7 +67,7 @@ func TestAimedFaultsFindNothing(t *testing.T) {
 				t.Fatal(err)
 			}
 			if !report.Good() || len(report.Faults) != 2 {
-				t.Error(report.Summary())
+				t.Error(report.Trouble())
 			}
 		})
 	}
