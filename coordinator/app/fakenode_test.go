@@ -43,6 +43,7 @@ type fakeNode struct {
 	feed  chan struct{}          // lets a process "greedy" take input
 	came  atomic.Int64           // attachments that there were
 	there atomic.Int64           // and are
+	yawns atomic.Int64           // how many uses of a sandbox it refuses, since it has just paused it
 
 	mu        sync.Mutex
 	sandboxes map[string]*nodev1.SandboxObservation
@@ -259,7 +260,18 @@ func (n *fakeNode) ResumeSandbox(ctx context.Context, req *nodev1.ResumeSandboxR
 	return &nodev1.ResumeSandboxResponse{Sandbox: o}, err
 }
 
-func (n *fakeNode) ListProcesses(context.Context, *dormousev1.ListProcessesRequest) (*dormousev1.ListProcessesResponse, error) {
+// awake refuses a use of a sandbox that it has just paused, and has not told of it.
+func (n *fakeNode) awake(uid string) error {
+	if n.yawns.Add(-1) < 0 {
+		return nil
+	}
+	return errs.New(errs.SandboxPaused, "sandbox %s is Paused: resume it first", uid).With("uid", uid).With("phase", "Paused")
+}
+
+func (n *fakeNode) ListProcesses(_ context.Context, req *dormousev1.ListProcessesRequest) (*dormousev1.ListProcessesResponse, error) {
+	if err := n.awake(req.GetSandboxUid()); err != nil {
+		return nil, err
+	}
 	return &dormousev1.ListProcessesResponse{Processes: []*dormousev1.Process{{ProcessId: "p1"}}}, nil
 }
 
@@ -313,6 +325,9 @@ func (n *fakeNode) GetInventory(context.Context, *nodev1.GetInventoryRequest) (*
 }
 
 func (n *fakeNode) RunProcess(req *dormousev1.RunProcessRequest, out grpc.ServerStreamingServer[dormousev1.RunProcessResponse]) error {
+	if err := n.awake(req.GetSandboxUid()); err != nil {
+		return err
+	}
 	if len(req.GetSpec().GetArgv()) == 0 {
 		return errs.New(errs.CommandNotFound, "no such command")
 	}

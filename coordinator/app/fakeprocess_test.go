@@ -25,7 +25,8 @@ func (n *fakeNode) StartProcess(_ context.Context, req *dormousev1.StartProcessR
 }
 
 // AttachProcess is at an echo. It says what it was asked for on stderr, tells of a gap first where an offset is asked for, and ends with
-// its input, or with a signal. The process "greedy" takes no input before it is told to, and says nothing; "flood" never stops talking.
+// its input, or with a signal. The process "greedy" takes no input before it is told to, and says nothing; "flood" never stops talking. "late" is refused after its first input, "caught" once it
+// has been opened, if the sandbox was just paused.
 func (n *fakeNode) AttachProcess(stream grpc.BidiStreamingServer[dormousev1.AttachProcessRequest, dormousev1.AttachProcessResponse]) error {
 	m, err := stream.Recv()
 	if err != nil {
@@ -35,6 +36,16 @@ func (n *fakeNode) AttachProcess(stream grpc.BidiStreamingServer[dormousev1.Atta
 	n.there.Add(1)
 	defer n.there.Add(-1)
 	open := m.GetOpen()
+	if open.GetProcessId() == "late" && n.yawns.Load() > 0 { // it refuses when it has taken input, too
+		if _, err := stream.Recv(); err != nil {
+			return err
+		}
+	}
+	if open.GetProcessId() != "caught" {
+		if err := n.awake(open.GetSandboxUid()); err != nil {
+			return err
+		}
+	}
 	send := func(r *dormousev1.AttachProcessResponse) error { return stream.Send(r) }
 	say := func(to dormousev1.OutputStream, offset, gap uint64, text []byte) error {
 		return send(&dormousev1.AttachProcessResponse{Event: &dormousev1.AttachProcessResponse_Output{Output: &dormousev1.OutputChunk{Stream: to, Offset: offset, GapBytes: gap, Data: text}}})
@@ -53,6 +64,9 @@ func (n *fakeNode) AttachProcess(stream grpc.BidiStreamingServer[dormousev1.Atta
 	}
 	for err == nil && open.GetProcessId() == "flood" {
 		err = say(dormousev1.OutputStream_OUTPUT_STREAM_STDOUT, 0, 0, make([]byte, 32<<10))
+	}
+	if open.GetProcessId() == "caught" {
+		err = errors.Join(err, n.awake(open.GetSandboxUid()))
 	}
 	acked, fed := at, false
 	for err == nil {

@@ -132,3 +132,79 @@ func TestStopDuringAWake(t *testing.T) {
 	close(n.hold)
 	r.app = leader
 }
+
+// TestWakeOfOneJustPaused: a node that has just paused a sandbox, of which its record does not tell yet, refuses what comes for it. A call whose
+// sandbox is to be woken is made again then, whatever its kind: at most twice, and never once it began.
+func TestWakeOfOneJustPaused(t *testing.T) {
+	r := newRig(t)
+	n := r.node("n1")
+	waking := func(wake bool) string {
+		req := box("")
+		req.Spec.WakeOnUse = wake
+		made, err := dormousev1.NewSandboxServiceClient(r.conn(r.user)).CreateSandbox(context.Background(), req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return made.GetSandbox().GetMeta().GetUid()
+	}
+	u, other := waking(true), waking(false)
+	resumed := func() int {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		asked := n.asked
+		n.asked = 0
+		return asked
+	}
+	for name, use := range r.uses() {
+		ctx, cancel := context.WithCancel(context.Background())
+		n.yawns.Store(1)
+		if err := use(ctx, u); err != nil || resumed() != 1 {
+			t.Errorf("%s: %v", name, err)
+		}
+		n.yawns.Store(1)
+		if err := use(ctx, other); !errs.Has(err, errs.SandboxPaused) || resumed() != 0 {
+			t.Errorf("%s of one that is not to be woken: %v", name, err)
+		}
+		n.yawns.Store(3)
+		if err := use(ctx, u); !errs.Has(err, errs.SandboxPaused) || resumed() != 2 {
+			t.Errorf("%s of one that goes to sleep again and again: %v", name, err)
+		}
+		n.yawns.Store(0)
+		cancel()
+	}
+	attach := func(process string) (dormousev1.ProcessService_AttachProcessClient, error) {
+		ctx, cancel := context.WithCancel(context.Background())
+		t.Cleanup(cancel)
+		s, err := dormousev1.NewProcessServiceClient(r.conn(r.user)).AttachProcess(ctx)
+		if err == nil {
+			err = s.Send(&dormousev1.AttachProcessRequest{Event: &dormousev1.AttachProcessRequest_Open{Open: &dormousev1.AttachOpen{SandboxUid: u, ProcessId: process, Input: true}}})
+		}
+		if err == nil {
+			err = s.Send(&dormousev1.AttachProcessRequest{Event: &dormousev1.AttachProcessRequest_Input{Input: &dormousev1.InputChunk{Data: []byte("said before it was open")}}})
+		}
+		return s, err
+	}
+	n.yawns.Store(1)
+	late, err := attach("late")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for said := ""; said != "said before it was open"; {
+		got, err := late.Recv()
+		if err != nil {
+			t.Fatalf("what was sent before the refusal: %q, then %v", said, err)
+		}
+		said += string(got.GetOutput().GetData())
+	}
+	if resumed() != 1 {
+		t.Error("it was not woken once")
+	}
+	n.yawns.Store(1)
+	caught, err := attach("caught")
+	for err == nil {
+		_, err = caught.Recv()
+	}
+	if !errs.Has(err, errs.SandboxPaused) || resumed() != 0 {
+		t.Errorf("one that had begun: %v", err)
+	}
+}

@@ -11,6 +11,21 @@ import (
 // neither decoded nor copied. It is sent once.
 type Frame struct{ data mem.BufferSlice }
 
+// Len is its size in bytes, until it is sent.
+func (f *Frame) Len() int { return f.data.Len() }
+
+// Again gives the same message to be sent once more, or freed.
+func (f *Frame) Again() *Frame {
+	f.data.Ref()
+	return &Frame{data: f.data}
+}
+
+// Free lets go a message that is not sent.
+func (f *Frame) Free() {
+	f.data.Free()
+	f.data = nil
+}
+
 // frameCodec is gRPC's codec of protos, and knows Frames, Incoming and Outgoing.
 //
 // It has a pool of its own for the messages that carry pieces of files. gRPC's has nothing between 32 KiB and

@@ -7,13 +7,11 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
 
 	"github.com/dormouse-run/dormouse/pkg/dataplane"
 	"github.com/dormouse-run/dormouse/pkg/errs"
-	"github.com/dormouse-run/dormouse/pkg/wire"
 )
 
 // gateway passes the calls of the data plane (package dataplane) on to the sandbox's node, once it is
@@ -25,9 +23,6 @@ import (
 // message, so that a slow reader slows the node, not this process's memory: what a stream holds here
 // are two windows (nodeclient.StreamWindow) and a message each way.
 type gateway struct{ *Server }
-
-// frame is a message of which only the bytes matter.
-type frame = wire.Frame
 
 func (g gateway) register(r grpc.ServiceRegistrar) {
 	for _, s := range dataplane.Services() {
@@ -59,15 +54,20 @@ func typeOf(d protoreflect.MessageDescriptor) protoreflect.MessageType {
 // unary passes a unary call on.
 func (g gateway) unary(full string, in, out protoreflect.MessageType) grpc.MethodHandler {
 	handle := func(ctx context.Context, req any) (any, error) {
-		cc, ctx, err := g.open(ctx, full, req)
-		if err != nil {
-			return nil, err
+		for round := 1; ; round++ {
+			cc, up, err := g.open(ctx, full, req)
+			if err != nil {
+				return nil, err
+			}
+			resp := out.New().Interface()
+			refusal := cc.Invoke(up, full, req, resp)
+			if refusal == nil {
+				return resp, nil
+			}
+			if err := g.rouse(ctx, dataplane.SandboxUID(req), round, refusal); err != nil {
+				return nil, err
+			}
 		}
-		resp := out.New().Interface()
-		if err := cc.Invoke(ctx, full, req, resp); err != nil {
-			return nil, err
-		}
-		return resp, nil
 	}
 	return func(srv any, ctx context.Context, decode func(any) error, around grpc.UnaryServerInterceptor) (any, error) {
 		req := in.New().Interface()
@@ -90,15 +90,25 @@ func (g gateway) stream(full string, desc grpc.StreamDesc, in protoreflect.Messa
 		}
 		ctx, cancel := context.WithCancel(down.Context())
 		defer cancel()
-		cc, ctx, err := g.open(ctx, full, first)
-		if err != nil {
-			return g.moved(down.Context(), dataplane.SandboxUID(first), err)
+		r := &relay{down: down, first: first, clientStreams: desc.ClientStreams, cancel: cancel}
+		defer r.end()
+		for round := 1; ; round++ {
+			cc, up, err := g.open(ctx, full, first)
+			if err != nil {
+				return g.moved(down.Context(), dataplane.SandboxUID(first), err)
+			}
+			stream, err := cc.NewStream(up, &desc, full)
+			if err != nil {
+				return err
+			}
+			refusal := r.run(stream)
+			if refusal == nil || r.begun.Load() {
+				return refusal
+			}
+			if err := g.rouse(ctx, dataplane.SandboxUID(first), round, refusal); err != nil {
+				return err
+			}
 		}
-		up, err := cc.NewStream(ctx, &desc, full)
-		if err != nil {
-			return err
-		}
-		return relay(down, up, first, desc.ClientStreams, cancel)
 	}
 }
 
@@ -106,66 +116,6 @@ func (g gateway) stream(full string, desc grpc.StreamDesc, in protoreflect.Messa
 func began(err error) error {
 	if errors.Is(err, io.EOF) {
 		return errs.New(errs.InvalidField, "sandbox_uid: the first message of a stream names the sandbox").With("field", "sandbox_uid")
-	}
-	return err
-}
-
-// relay sends the first message up, then passes on what comes from either side until the upper one ends.
-func relay(down grpc.ServerStream, up grpc.ClientStream, first proto.Message, clientStreams bool, cancel context.CancelFunc) error {
-	if err := sent(up, first); err != nil {
-		return err
-	}
-	if clientStreams {
-		// It ends with the stream from below, which gRPC ends when the handler has returned: nobody can wait for
-		// it before.
-		go func() {
-			if passUp(down, up) != nil {
-				cancel()
-			}
-		}()
-	} else if err := up.CloseSend(); err != nil {
-		return err
-	}
-	for {
-		msg := new(frame)
-		err := up.RecvMsg(msg)
-		if errors.Is(err, io.EOF) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if err := down.SendMsg(msg); err != nil {
-			return err
-		}
-	}
-}
-
-// passUp passes messages and their end on. An error means that the stream is of no use any more.
-func passUp(down grpc.ServerStream, up grpc.ClientStream) error {
-	for {
-		msg := new(frame)
-		err := down.RecvMsg(msg)
-		if errors.Is(err, io.EOF) {
-			return up.CloseSend()
-		}
-		if err != nil {
-			return err
-		}
-		if up.SendMsg(msg) != nil {
-			return nil // the other direction has the reason
-		}
-	}
-}
-
-// sent sends the first message. If it was not taken, the reason is what is received.
-func sent(up grpc.ClientStream, first proto.Message) error {
-	err := up.SendMsg(first)
-	if errors.Is(err, io.EOF) {
-		if got := up.RecvMsg(new(frame)); got != nil && !errors.Is(got, io.EOF) {
-			return got
-		}
-		return errs.New(errs.ReplyLost, "the node ended the stream before it began")
 	}
 	return err
 }

@@ -35,9 +35,39 @@ func (s *Server) awake(ctx context.Context, sb *records.Sandbox) (*records.Sandb
 	if !sb.Spec.WakeOnUse {
 		return nil, paused
 	}
+	return s.woken(ctx, sb)
+}
+
+// woken resumes the sandbox.
+func (s *Server) woken(ctx context.Context, sb *records.Sandbox) (*records.Sandbox, error) {
 	ctx, cancel := context.WithTimeout(ctx, wakeTimeout)
 	defer cancel()
 	return s.wakes.do(ctx, sb.Tenant+"/"+sb.UID, func(ctx context.Context) (*records.Sandbox, error) { return s.wake(ctx, sb.UID) })
+}
+
+// maxRoused bounds how often a call is made again because its sandbox was paused in the moment in which it came to the node.
+const maxRoused = 2
+
+// rouse wakes a sandbox whose node refused a call in the round, counted from 1, because it stands still, although its record said that it runs: it was just being
+// paused. Nil: it was woken, and the call, which had not begun, may be made again. Otherwise the refusal, or why it cannot be woken.
+func (s *Server) rouse(ctx context.Context, u string, round int, refusal error) error {
+	if round > maxRoused || !errs.Has(refusal, errs.SandboxPaused) || !errs.NotStartedFor(refusal) {
+		return refusal
+	}
+	rec, err := s.get(ctx, catalog.KindSandbox, "sandbox_uid", u)
+	if err != nil {
+		return err
+	}
+	sb, err := records.SandboxOf(rec)
+	if err != nil {
+		return err
+	}
+	if !sb.Spec.WakeOnUse {
+		return refusal
+	}
+	// Whatever its record says by now: the node knew better.
+	_, err = s.woken(ctx, sb)
+	return err
 }
 
 func (s *Server) wake(ctx context.Context, u string) (*records.Sandbox, error) {
