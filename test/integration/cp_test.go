@@ -3,6 +3,7 @@ package integration
 import (
 	"archive/tar"
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -44,6 +45,7 @@ func TestDormouseCp(t *testing.T) {
 	w.ok(os.WriteFile(filepath.Join(dir, "notes.txt"), []byte("a note\n"), 0o640))
 	w.ok(os.WriteFile(filepath.Join(dir, "src/deep/file"), []byte("deep\n"), 0o755))
 	w.ok(os.Symlink("deep/file", filepath.Join(dir, "src/link")))
+	w.ok(errors.Join(os.Chmod(filepath.Join(dir, "notes.txt"), 0o640), os.Chmod(filepath.Join(dir, "src/deep/file"), 0o755))) // whatever the umask is
 
 	page, err := os.ReadFile("../../docs/files.md")
 	w.ok(err)

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/bulkwire"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
@@ -178,12 +179,21 @@ func TestDialEchoesWithHalfClose(t *testing.T) {
 	eventually(t, "the places are free", func() bool { return w.Active(w.uid) == 0 })
 }
 
+// deadPort is a port at which nobody listens, and which nobody else gets either.
+func deadPort(t *testing.T) int {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	must(t, err)
+	t.Cleanup(func() { must(t, unix.Close(fd)) })
+	must(t, unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}))
+	at, err := unix.Getsockname(fd)
+	must(t, err)
+	return at.(*unix.SockaddrInet4).Port
+}
+
 func TestDialRefusals(t *testing.T) {
 	w := newWorld(t, Options{}, realHelper)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
-	closed := port(l)
-	must(t, l.Close())
+	closed := deadPort(t)
 	for name, c := range map[string]struct {
 		dial func() (Conn, error)
 		want errs.Reason

@@ -24,6 +24,7 @@ import (
 	ggcr "github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/static"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sys/unix"
 
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
@@ -118,13 +119,20 @@ func TestBadInput_Registries(t *testing.T) {
 	noPlain.PlainHTTP = nil
 	refused(t, openStore(t, noPlain), push(t, env.plain, "plain", smallImage(t, "plain")), EnsureOptions{}, errs.RegistryUntrusted)
 
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	// A port that is taken, at which nobody listens.
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	nobody := l.Addr().String()
-	l.Close()
-	refused(t, s, nobody+"/x:v1", EnsureOptions{}, errs.RegistryUnreachable)
+	defer unix.Close(fd)
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	nobody, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	refused(t, s, fmt.Sprintf("127.0.0.1:%d/x:v1", nobody.(*unix.SockaddrInet4).Port), EnsureOptions{}, errs.RegistryUnreachable)
 }
 
 func TestCredentialsComeFromDockerConfig(t *testing.T) {

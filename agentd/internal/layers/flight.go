@@ -5,12 +5,11 @@ package layers
 
 import (
 	"context"
-	"slices"
 	"sync"
 	"time"
 )
 
-// reportEvery bounds how often a waiter hears of progress.
+// reportEvery bounds how often a waiter hears of progress within a phase.
 const reportEvery = 100 * time.Millisecond
 
 // flight is the one preparation of an image that is under way. It belongs to the Store, not to the callers
@@ -23,42 +22,58 @@ type flight struct {
 
 	mu       sync.Mutex
 	progress Progress
+	passed   []Progress    // how each phase before this one ended
 	changed  chan struct{} // closed and replaced at each change
+	turned   chan struct{} // and at each new phase
 }
 
 func newFlight() *flight {
-	return &flight{done: make(chan struct{}), changed: make(chan struct{}), progress: Progress{Phase: PhaseResolving}}
+	return &flight{done: make(chan struct{}), changed: make(chan struct{}), turned: make(chan struct{}), progress: Progress{Phase: PhaseResolving}}
 }
 
 // update changes the progress and wakes those who wait for news.
 func (f *flight) update(change func(*Progress)) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	before := f.progress
 	change(&f.progress)
 	close(f.changed)
 	f.changed = make(chan struct{})
+	if f.progress.Phase != before.Phase {
+		f.passed = append(f.passed, before.clone()) // a new phase changes no layer of the one before
+		close(f.turned)
+		f.turned = make(chan struct{})
+	}
 }
 
-func (f *flight) news() (Progress, <-chan struct{}) {
+// news is what a waiter has not heard who was told of so many phases, how far the flight is now, and what will tell of more.
+func (f *flight) news(told int) (passed []Progress, now Progress, changed, turned <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	p := f.progress
-	p.Layers = slices.Clone(p.Layers)
-	return p, f.changed
+	return f.passed[told:], f.progress.clone(), f.changed, f.turned
 }
 
 // wait returns when the flight has landed or the caller gives up. Progress is told from the caller's
-// goroutine: what is now, and then, at most every so often, what has changed.
+// goroutine: what is now, and then, at most every so often, what has changed. A new phase is told at once, and none is left out,
+// however short it was.
 func (f *flight) wait(ctx context.Context, tell func(Progress)) (record, error) {
+	told := 0
+	say := func() (changed, turned <-chan struct{}) {
+		if tell == nil {
+			return nil, nil
+		}
+		passed, now, changed, turned := f.news(told)
+		for _, p := range passed {
+			tell(p)
+		}
+		told += len(passed)
+		tell(now)
+		return changed, turned
+	}
 	lull := time.NewTimer(reportEvery)
 	defer lull.Stop()
 	for {
-		var changed <-chan struct{}
-		if tell != nil {
-			var p Progress
-			p, changed = f.news()
-			tell(p)
-		}
+		changed, turned := say()
 		lull.Reset(reportEvery)
 		for pause := lull.C; ; pause = nil {
 			news := changed
@@ -69,9 +84,11 @@ func (f *flight) wait(ctx context.Context, tell func(Progress)) (record, error) 
 			case <-ctx.Done():
 				return record{}, context.Cause(ctx)
 			case <-f.done:
+				say()
 				return f.rec, f.err
 			case <-pause:
 				continue
+			case <-turned:
 			case <-news:
 			}
 			break

@@ -5,6 +5,7 @@ package layers
 
 import (
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -64,8 +65,8 @@ type EnsureOptions struct {
 	Holder string
 	// PreferLocal uses what a tag stood for when it was last resolved here, without asking the registry.
 	PreferLocal bool
-	// Progress is called from the goroutine of Ensure, a few times a second at most, the last time with
-	// PhaseDone. It must not block for long.
+	// Progress is called from the goroutine of Ensure, a few times a second at most and once at least in each phase that a
+	// preparation goes through, in their order; the last time with PhaseDone. It must not block for long.
 	Progress func(Progress)
 }
 
@@ -85,6 +86,11 @@ type Progress struct {
 	Phase       Phase
 	Done, Total int64 // bytes pulled and to be pulled, over all layers
 	Layers      []LayerProgress
+}
+
+func (p Progress) clone() Progress {
+	p.Layers = slices.Clone(p.Layers)
+	return p
 }
 
 // LayerProgress is how far one layer's download is. A layer that was there already is done at once.

@@ -82,7 +82,7 @@ func TestB18_TurnOnItsWayIsWaitedFor(t *testing.T) {
 	lock, err := n.d.lockState(bounded(t), cfg.ID)
 	must(t, err)
 	must(t, n.d.intendTurn(cfg.ID, halt))
-	gone, end := context.WithTimeout(t.Context(), time.Second) // it is sent by then
+	gone, end := context.WithTimeout(t.Context(), 3*time.Second) // it is sent by then
 	defer end()
 	if err := n.d.call(gone, cfg.ID, halt.method, struct{}{}, &struct{}{}, lock.fd); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("a sandbox that is stopped answered: %v", err)
@@ -124,7 +124,7 @@ func TestB18_SaveOnItsWayIsWaitedFor(t *testing.T) {
 	must(t, unix.Kill(st.Pid, unix.SIGSTOP))
 	dir := filepath.Join(t.TempDir(), "staged")
 	must(t, os.Mkdir(dir, 0o700))
-	gone, end := context.WithTimeout(t.Context(), time.Second) // it is sent by then
+	gone, end := context.WithTimeout(t.Context(), 3*time.Second) // it is sent by then
 	defer end()
 	if err := first.Save(gone, cfg.ID, runtime.SaveOptions{Dir: dir, Direct: true}); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("a sandbox that is stopped answered: %v", err)
