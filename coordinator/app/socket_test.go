@@ -348,9 +348,27 @@ func plain(t *testing.T, w *web) string {
 
 // TestSocketSilent: a client that gives no sign of life is cut, and the process is left alone.
 func TestSocketSilent(t *testing.T) {
-	w := newWeb(t, func(c *app.Config) { c.WebSocket.Ping = 100 * time.Millisecond })
-	_ = w.at(`{"open": {"process_id": "p"}}`) // it reads nothing, so it answers nothing
-	eventually(t, "it is cut", func() bool { return w.node.came.Load() == 1 && w.node.there.Load() == 0 })
+	for ping := 100 * time.Millisecond; ; ping *= 2 { // until that is long enough for the node to hear of the client before it is taken for dead
+		w := newWeb(t, func(c *app.Config) { c.WebSocket.Ping = ping })
+		_ = w.at(`{"open": {"process_id": "p"}}`) // it reads nothing, so it answers nothing
+		late := time.After(20 * ping)
+		for came := false; !came; {
+			select {
+			case <-time.After(time.Millisecond):
+				came = w.node.came.Load() == 1
+				continue
+			case <-late:
+			}
+			break
+		}
+		if w.node.came.Load() == 1 {
+			eventually(t, "it is cut", func() bool { return w.node.there.Load() == 0 })
+			return
+		}
+		if ping > 20*time.Second {
+			t.Fatal("the node never hears of it")
+		}
+	}
 }
 
 // TestSocketOfWhoDoesNotRead: a client that reads nothing while the process talks holds up neither another nor the coordinator's end, which

@@ -46,7 +46,9 @@ func TestF09FourSandboxes(t *testing.T) {
 	f.staleVolume()
 
 	// The first restore leaves the volumes as they were, for the second.
-	f.restore(1, dormousev1.VolumePolicy_VOLUME_POLICY_CLONE, true)
+	for tries := 1; !f.restore(1, dormousev1.VolumePolicy_VOLUME_POLICY_CLONE, true) && tries < 5; tries++ {
+		t.Log("all was restored before agentd could be killed")
+	}
 	f.restore(0, dormousev1.VolumePolicy_VOLUME_POLICY_SAME, false)
 	f.ends()
 }
@@ -223,12 +225,17 @@ func (f *f09) stale(err error, fresh *client.Volume) {
 }
 
 // restore brings back the snapshots of a batch and has each prove that it is the process that was
-// frozen. With lose, the agentd of node 1 is killed while it restores, and started again.
-func (f *f09) restore(b int, policy dormousev1.VolumePolicy, lose bool) {
+// frozen. With lose, the agentd of node 1 is killed while it restores, and started again; it tells whether that was
+// done before all were restored.
+func (f *f09) restore(b int, policy dormousev1.VolumePolicy, lose bool) (inTime bool) {
 	f.Helper()
-	lost := make(chan error, 1)
+	lost, all := make(chan error, 1), make(chan struct{})
 	if lose {
-		go func() { lost <- f.loseAgentd() }()
+		go func() {
+			var err error
+			inTime, err = f.loseAgentd(all)
+			lost <- err
+		}()
 	} else {
 		lost <- nil
 	}
@@ -239,6 +246,7 @@ func (f *f09) restore(b int, policy dormousev1.VolumePolicy, lose bool) {
 		})
 		return err
 	})
+	close(all)
 	f.ok(<-lost)
 	f.all(func(i int) error {
 		p := f.subjects[i]
@@ -255,26 +263,34 @@ func (f *f09) restore(b int, policy dormousev1.VolumePolicy, lose bool) {
 		return nil
 	})
 	f.all(func(i int) error { return restored[i].Delete(f.ctx, "") })
+	return inTime
 }
 
-// loseAgentd kills the agentd of node 1 once it restores something.
-func (f *f09) loseAgentd() error {
+// loseAgentd kills the agentd of node 1 once it restores something, unless all was restored before that was seen.
+func (f *f09) loseAgentd(restored <-chan struct{}) (inTime bool, err error) {
 	ctx, cancel := context.WithTimeout(f.ctx, time.Minute)
 	defer cancel()
-	err := poll(ctx, func() error {
+	late := false
+	err = poll(ctx, func() error {
+		select {
+		case <-restored:
+			late = true
+			return nil
+		default:
+		}
 		all, err := client.Collect(f.api.ListSandboxes(ctx, &dormousev1.ListSandboxesRequest{Node: stack.NodeName(1), Phase: dormousev1.SandboxPhase_SANDBOX_PHASE_STARTING}))
 		if err == nil && len(all) == 0 {
 			err = errors.New("nothing is being restored on node 1")
 		}
 		return err
 	})
-	if err != nil {
-		return err
+	if err != nil || late {
+		return false, err
 	}
 	if err := f.KillAgentd(ctx, 1); err != nil {
-		return err
+		return false, err
 	}
-	return f.StartAgentdReady(ctx, 1)
+	return true, f.StartAgentdReady(ctx, 1)
 }
 
 // ends is F11, smaller: all is deleted, and of the snapshots there are tombstones without references.
