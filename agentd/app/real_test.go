@@ -190,8 +190,13 @@ func TestRealEnds(t *testing.T) {
 
 	greedy := b.start(func(r *nodev1.StartSandboxRequest) {
 		r.Spec.Resources = &dormousev1.Resources{MemoryLimitBytes: 32 << 20, DiskLimitBytes: 1 << 20}
-		r.Spec.Command = []string{"/bin/sh", "-c", "exec dd if=/dev/zero of=/dev/null bs=300M count=1"}
+		r.Spec.Command = []string{"/bin/sh", "-c", "mkfifo /tmp/go; read word </tmp/go; exec dd if=/dev/zero of=/dev/null bs=300M count=1"} // its start is answered before it ends
 	})
+	stream, err := b.process.RunProcess(ctx(t), &dormousev1.RunProcessRequest{SandboxUid: greedy.GetUid(), Spec: &dormousev1.ProcessSpec{
+		Argv: []string{"/bin/sh", "-c", "until [ -p /tmp/go ]; do sleep 0.01; done; echo go >/tmp/go"}}})
+	for must(t, err); err == nil; _, err = stream.Recv() { // it may end with the sandbox
+		continue
+	}
 	eventually(t, "it is OOMKilled", func() bool { return b.coord.reported(greedy.GetUid()).GetReason() == "OOMKilled" })
 	b.delete(greedy.GetUid())
 	b.doctor()
