@@ -150,7 +150,7 @@ func TestAFailedCheckpointNeverCostsTheSandbox(t *testing.T) {
 				case string(op) == what:
 					return full
 				case what == "cancel" && op == fake.OpSave:
-					a.interrupt(req.UID, full)
+					a.owner(req.UID).endsFor(full)
 					return context.Canceled
 				}
 				return nil

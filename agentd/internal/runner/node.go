@@ -163,26 +163,33 @@ func (n *Node) stdio(uid string) runtime.Stdio {
 // do runs fn in the sandbox's own goroutine and waits for it, or for the caller's end: then fn goes on,
 // within the caller's deadline.
 func (n *Node) do(ctx context.Context, uid string, yields bool, fn func(ctx context.Context, o *owner) error) error {
+	return n.submit(ctx, uid, &task{fn: fn, yields: yields})
+}
+
+// submit gives a task to the owner and waits as do does. What runs or is before it yields to it at once, if it ends others.
+func (n *Node) submit(ctx context.Context, uid string, t *task) error {
 	o, err := n.acquire(uid)
 	if err != nil {
 		return err
 	}
-	t := &task{fn: fn, yields: yields, done: make(chan struct{})}
+	t.done = make(chan struct{})
 	t.ctx, t.cancel = budget(ctx, n.ctx)
+	o.announce(t)
 	select {
 	case o.inbox <- t:
+		err = nil
 	case <-ctx.Done():
-		n.release(o)
-		t.cancel()
-		return errs.From(ctx.Err()).WithOutcome(errs.NotStarted, errs.SameOperation)
+		err = errs.From(ctx.Err()).WithOutcome(errs.NotStarted, errs.SameOperation)
 	case <-n.ctx.Done():
-		n.release(o)
-		t.cancel()
-		return errClosing
+		err = errClosing
 	case <-o.dead:
+		err = n.ownerEnded(uid)
+	}
+	if err != nil {
+		o.arrived(t)
 		n.release(o)
 		t.cancel()
-		return n.ownerEnded(uid)
+		return err
 	}
 	select {
 	case <-t.done:

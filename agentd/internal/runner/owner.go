@@ -17,8 +17,10 @@ type task struct {
 	fn     func(ctx context.Context, o *owner) error
 	// yields: a Delete ends it.
 	yields bool
-	err    error
-	done   chan struct{}
+	// ends is why what yields ends for it; nil if it waits its turn.
+	ends error
+	err  error
+	done chan struct{}
 }
 
 // owner is the goroutine of one sandbox. Fields below mu are shared; the others are its own.
@@ -55,6 +57,9 @@ type owner struct {
 	standing bool
 	// interrupt ends the task that runs, if it yields.
 	interrupt context.CancelCauseFunc
+	// coming is how many deletions were announced and have not begun: what yields and begins meanwhile ends for the cause.
+	coming int
+	cause  error
 }
 
 func newOwner(n *Node, uid string) *owner {
@@ -131,12 +136,16 @@ func (o *owner) afterwards() error {
 	return err
 }
 
-// perform runs a task that a Delete may end.
+// perform runs a task that a Delete may end, be it on its way only.
 func (o *owner) perform(t *task) error {
 	ctx, cancel := context.WithCancelCause(t.ctx)
 	defer cancel(nil)
+	o.arrived(t)
 	if t.yields {
 		o.mu.Lock()
+		if o.coming > 0 {
+			cancel(o.cause)
+		}
 		o.interrupt = cancel
 		o.mu.Unlock()
 		defer func() {
@@ -146,6 +155,30 @@ func (o *owner) perform(t *task) error {
 		}()
 	}
 	return t.fn(ctx, o)
+}
+
+// announce tells of a task before it is in the inbox. If it ends others, what yields does so from now on, until the task has arrived.
+func (o *owner) announce(t *task) {
+	if t.ends == nil {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.coming++
+	o.cause = t.ends
+	if o.interrupt != nil {
+		o.interrupt(t.ends)
+	}
+}
+
+// arrived is told that a task that was announced begins, or will never come.
+func (o *owner) arrived(t *task) {
+	if t.ends == nil {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.coming--
 }
 
 // load reads the record anew. What is in memory of a record that could not be read is not used.

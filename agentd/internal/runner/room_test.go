@@ -166,3 +166,47 @@ func TestWaitingForRoomEnds(t *testing.T) {
 	wantReason(t, <-ended, errs.WrongPhase)
 	a.wantGone(req.UID)
 }
+
+// owner gives the goroutine of a sandbox, nil if there is none.
+func (a *agent) owner(uid string) *owner {
+	a.Node.mu.Lock()
+	defer a.Node.mu.Unlock()
+	return a.owners[uid]
+}
+
+// endsFor ends what runs, as a deletion does that never arrives.
+func (o *owner) endsFor(cause error) {
+	t := &task{ends: cause}
+	o.announce(t)
+	o.arrived(t)
+}
+
+// A start that waits for room is ended by a deletion that came before it began, too.
+func TestWhatBeginsBeforeADeletionEndsForIt(t *testing.T) {
+	a, l := roomWorld(t)
+	l.set(func(l *ledger) { l.waits = true })
+	req := startRequest()
+	busy, free := make(chan struct{}), make(chan struct{})
+	first, started, deleted := make(chan error, 1), make(chan error, 1), make(chan error, 1)
+	go func() {
+		first <- a.do(ctx(t), req.UID, false, func(context.Context, *owner) error {
+			close(busy)
+			<-free
+			return nil
+		})
+	}()
+	<-busy
+	o := a.owner(req.UID)
+	go func() { started <- second(a.Start(ctx(t), req)) }()
+	eventually(t, "the start is in line", func() bool { return len(o.inbox) == 1 })
+	go func() { deleted <- a.Delete(ctx(t), req.UID) }()
+	eventually(t, "the deletion is in line", func() bool { return len(o.inbox) == 2 })
+	close(free)
+	must(t, <-first)
+	wantReason(t, <-started, errs.WrongPhase)
+	must(t, <-deleted)
+	a.wantGone(req.UID)
+	// What begins after the deletion does not end for it.
+	l.set(func(l *ledger) { l.waits = false })
+	must(t, second(a.Start(ctx(t), req)))
+}

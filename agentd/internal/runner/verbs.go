@@ -227,8 +227,8 @@ func (o *owner) undo(ctx context.Context) error {
 // Delete removes a sandbox from any state and returns once its absence was observed. What is being made
 // of it, or captured, is ended first. Deleting what is not there succeeds.
 func (n *Node) Delete(ctx context.Context, uid string) error {
-	n.interrupt(uid, errs.New(errs.WrongPhase, "sandbox %s is being deleted", uid).With("uid", uid).With("phase", string(sandbox.Deleting)))
-	return n.do(ctx, uid, false, func(ctx context.Context, o *owner) error {
+	cause := errs.New(errs.WrongPhase, "sandbox %s is being deleted", uid).With("uid", uid).With("phase", string(sandbox.Deleting))
+	return n.submit(ctx, uid, &task{ends: cause, fn: func(ctx context.Context, o *owner) error {
 		if !o.exists {
 			_, err := n.Driver.State(ctx, uid)
 			_, statErr := os.Lstat(n.Dir(uid))
@@ -242,21 +242,7 @@ func (n *Node) Delete(ctx context.Context, uid string) error {
 			return nil
 		}
 		return o.remove(ctx)
-	})
-}
-
-func (n *Node) interrupt(uid string, cause error) {
-	n.mu.Lock()
-	o := n.owners[uid]
-	n.mu.Unlock()
-	if o == nil {
-		return
-	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.interrupt != nil {
-		o.interrupt(cause)
-	}
+	}})
 }
 
 // remove is the whole teardown: the intent, every step's undo, the record. After an error it is tried

@@ -82,6 +82,8 @@ func FuzzTraces(f *testing.F) {
 		f.Add(b)
 	}
 	f.Add([]byte(`{"format":1,"body":{"deleted":"2026-01-01T00:00:00Z","name":"web","source":"x"}}`))
+	f.Add([]byte(`{"format":1,"body":{"created":"1500-01-01T00:00:00+01:00"}}`))
+	f.Add([]byte(`{"format":1,"body":{"created":"1970-01-01T00:00:00Z"}}`))
 	f.Add([]byte{2, 1})
 	f.Add([]byte{3})
 	f.Fuzz(func(t *testing.T, body []byte) {

@@ -3,8 +3,10 @@ package records
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"time"
+	"unicode/utf8"
 
 	"github.com/google/uuid"
 
@@ -48,7 +50,11 @@ func EncodeTrace(t Trace) ([]byte, error) {
 		copy(b[1+16*i:], u[:])
 	}
 	if !t.Created.IsZero() {
-		binary.BigEndian.PutUint64(b[33:], uint64(t.Created.UnixNano()))
+		ns := t.Created.UnixNano()
+		if ns == 0 || !time.Unix(0, ns).Equal(t.Created) {
+			return Encode(t) // 0 says that it is not known, and not every year is one of nanoseconds
+		}
+		binary.BigEndian.PutUint64(b[33:], uint64(ns))
 	}
 	return append(b, t.Name...), nil
 }
@@ -58,6 +64,7 @@ func DecodeTrace(b []byte) (Trace, error) {
 	var t Trace
 	if bytes.HasPrefix(b, []byte("{")) {
 		err := Decode(b, &t)
+		t.Created = t.Created.UTC()
 		return t, err
 	}
 	if len(b) < traceHead || b[0] != tracePacked {
@@ -70,6 +77,9 @@ func DecodeTrace(b []byte) (Trace, error) {
 	}
 	if ns := int64(binary.BigEndian.Uint64(b[33:])); ns != 0 {
 		t.Created = time.Unix(0, ns).UTC()
+	}
+	if !utf8.Valid(b[traceHead:]) {
+		return Trace{}, errors.New("a trace has a name that is no text")
 	}
 	t.Name = string(b[traceHead:])
 	return t, nil
