@@ -259,7 +259,7 @@ func (a *App) openRunner(context.Context) error {
 		Groups: groups{a.groups}, Specs: specBuilder{}, Guests: guests{a.log, a.bulk}, Room: doorway{a.room}, Snapshots: a.snapshots,
 		Capturer: checkpoint.NewCapturer(a.snapshots, a.cfg.Snapshot.Width, a.cfg.Snapshot.Direct),
 		Host:     checkpoint.Host{Node: a.cfg.Node, Driver: a.driver.Name(), Architecture: goruntime.GOARCH, CPUFeatures: cpu},
-		Root:     a.dir("sandboxes"), ReadyRoot: a.dir("prepared"), Ready: a.cfg.Limits.Networks, Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Log: a.log, Measure: a.stepTimes(), Fault: a.fault,
+		Root:     a.dir("sandboxes"), ReadyRoot: a.dir("prepared"), Ready: a.cfg.Limits.Networks, Flags: runsc.DefaultFlags(), Width: a.cfg.Limits.Starts, Restores: a.cfg.Limits.Restores, Log: a.log, Measure: a.stepTimes(), Fault: a.fault,
 	})
 	if err != nil {
 		return err

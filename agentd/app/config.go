@@ -112,7 +112,8 @@ type LimitsConfig struct {
 	// MemoryWait gives what is being deleted time to go.
 	MemoryWait time.Duration `yaml:"memory_wait" usage:"how long a start or restore waits for memory before it is refused"`
 	Commands   int           `yaml:"commands" usage:"how many finished commands are remembered"`
-	Starts     int           `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: as many as there are cores, and two at the least"`
+	Starts     int           `yaml:"starts" usage:"how many sandboxes are started or restored at a time; 0: two more than there are cores"`
+	Restores   int           `yaml:"restores" usage:"how many of those may be restored; 0: as many as there are cores, and two at the least"`
 	Networks   int           `yaml:"networks" usage:"how many network namespaces, and folders of sandboxes, are kept ready"`
 }
 
@@ -179,7 +180,7 @@ func (c *Config) check() error {
 	if c.TLS.CA == "" || c.TLS.Cert == "" || c.TLS.Key == "" {
 		return fmt.Errorf("tls: ca, cert and key are all needed: the node API is served over mTLS only")
 	}
-	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 || c.Limits.MemoryWait < 0 || c.Protect.Memory < 0 {
+	if c.Limits.Sandboxes < 1 || c.Snapshot.Width < 1 || c.Reserve.CPUMillis < 0 || c.Reserve.Memory < 0 || c.Reserve.Disk < 0 || c.Limits.MemoryWait < 0 || c.Limits.Starts < 0 || c.Limits.Restores < 0 || c.Protect.Memory < 0 {
 		return fmt.Errorf("limits and reserves: must not be negative, and at least one sandbox and one capture at a time")
 	}
 	return nil
@@ -197,7 +198,10 @@ func (c *Config) fill() {
 		c.Protect.Cgroup = "/dormouse-agentd/" + c.Node
 	}
 	if c.Limits.Starts == 0 {
-		c.Limits.Starts = max(runtime.NumCPU(), 2)
+		c.Limits.Starts = runtime.NumCPU() + 2
+	}
+	if c.Limits.Restores == 0 {
+		c.Limits.Restores = max(runtime.NumCPU(), 2)
 	}
 	if c.Advertise == "" {
 		c.Advertise = c.Listen

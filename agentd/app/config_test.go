@@ -17,6 +17,8 @@ func TestBadConfigurationsAreRefused(t *testing.T) {
 		"relative path":  {good + "state_dir: here\n", "state_dir"},
 		"node":           {good + "node: NOT A NAME\n", "node"},
 		"width":          {good + "snapshot: {width: 0}\n", "at least one"},
+		"starts":         {good + "limits: {starts: -1}\n", "negative"},
+		"restores":       {good + "limits: {restores: -1}\n", "negative"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "agentd.yaml")

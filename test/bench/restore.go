@@ -68,26 +68,23 @@ func (b *bench) restoreRates(ctx context.Context) ([]Row, error) {
 		return nil, err
 	}
 	var rows []Row
-	best := map[bool]float64{}
-	for _, width := range []int{2, 3, 4} {
-		mine, its, err := b.rates(ctx, "restore", width, contest{
-			product: func(ctx context.Context) (*client.Sandbox, error) {
-				return r.snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{})
-			},
-			prepare: func() (*barerunsc.Box, error) { return r.floor.Prepare(r.spec) },
-			bare: func(ctx context.Context, x *barerunsc.Box) error {
-				_, _, err := x.Restore(ctx, r.image)
-				return err
-			},
-		})
-		if err != nil {
-			return nil, err
-		}
-		best[true], best[false] = max(best[true], mine), max(best[false], its)
-		rows = append(rows, Row{What: fmt.Sprintf("restores of %d MiB heap + %d MiB file per second, %d at a time; bare until guest init answers", heap, file, width),
-			Product: rate(mine), Bare: rate(its), Value: mine / its, Unit: "x"})
+	all, err := b.rates(ctx, "restore", contest{
+		product: func(ctx context.Context) (*client.Sandbox, error) {
+			return r.snap.Restore(ctx, &dormousev1.RestoreSandboxRequest{})
+		},
+		prepare: func() (*barerunsc.Box, error) { return r.floor.Prepare(r.spec) },
+		bare: func(ctx context.Context, x *barerunsc.Box) error {
+			_, _, err := x.Restore(ctx, r.image)
+			return err
+		},
+	})
+	if err != nil {
+		return nil, err
 	}
-	rows = append(rows, Row{What: "the same, each at its best width", Product: rate(best[true]), Bare: rate(best[false]), Value: best[true] / best[false], Unit: "x"})
+	for _, r := range all {
+		rows = append(rows, r.row(fmt.Sprintf("restores of %d MiB heap + %d MiB file per second, %d at a time; bare until guest init answers", heap, file, r.width)))
+	}
+	rows = append(rows, best(all).row("the same, each at its best width"))
 	return rows, r.snap.Delete(ctx, "")
 }
 

@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -46,18 +47,16 @@ func benchStart(ctx context.Context, b *bench) ([]Row, error) {
 		ratio("create to Running, one at a time; bare `runsc run` until guest init answers", product, answered, 1.25),
 		ratio("the same; bare until `runsc run -detach` returns", product, started, 0),
 	}
-	best := map[bool]float64{}
-	for _, width := range []int{2, 3, 4} {
-		mine, its, err := b.startRates(ctx, floor, spec, width)
-		if err != nil {
-			return nil, err
-		}
-		best[true], best[false] = max(best[true], mine), max(best[false], its)
-		rows = append(rows, Row{What: fmt.Sprintf("starts per second, %d at a time", width), Product: rate(mine), Bare: rate(its), Value: mine / its, Unit: "x"})
+	all, err := b.startRates(ctx, floor, spec)
+	if err != nil {
+		return nil, err
 	}
-	rows = append(rows, Row{What: "starts per second, each at its best width", Product: rate(best[true]), Bare: rate(best[false]),
-		Value: best[true] / best[false], Unit: "x", AtLeast: 0.85})
-	return rows, model.Delete(ctx, "")
+	for _, r := range all {
+		rows = append(rows, r.row(fmt.Sprintf("starts per second, %d at a time", r.width)))
+	}
+	row := best(all).row("starts per second, each at its best width")
+	row.AtLeast = 0.85
+	return append(rows, row), model.Delete(ctx, "")
 }
 
 func rate(v float64) string { return fmt.Sprintf("%.1f/s", v) }
@@ -92,9 +91,9 @@ func (b *bench) startBoth(ctx context.Context, floor *bare, spec *specs.Spec, pr
 	return x.Remove(ctx)
 }
 
-// startRates starts blocks of sandboxes each way in turn and gives the median rates.
-func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec, width int) (product, its float64, err error) {
-	return b.rates(ctx, "start", width, contest{
+// startRates starts blocks of sandboxes each way in turn, at each width in turn.
+func (b *bench) startRates(ctx context.Context, floor *bare, spec *specs.Spec) ([]*rates, error) {
+	return b.rates(ctx, "start", contest{
 		product: func(ctx context.Context) (*client.Sandbox, error) { return b.create(ctx, startMemory, nil) },
 		prepare: func() (*barerunsc.Box, error) { return floor.Prepare(spec) },
 		bare: func(ctx context.Context, x *barerunsc.Box) error {
@@ -111,48 +110,102 @@ type contest struct {
 	bare    func(ctx context.Context, x *barerunsc.Box) error
 }
 
-// rates makes blocks of sandboxes each way in turn and gives the median rates. What CPU they took, and who, goes into the notes.
-func (b *bench) rates(ctx context.Context, what string, width int, c contest) (product, its float64, err error) {
-	const block = 12
-	var ours, theirs Sample
-	mine, bare := cpuUse{}, cpuUse{}
-	rounds := b.times(5)
-	for range rounds {
-		made := make([]*client.Sandbox, block)
-		if err := wait.For(ctx, breath); err != nil {
-			return 0, 0, err
+// rates are those of both ways at one width, a block each.
+type rates struct {
+	width         int
+	product, bare Sample
+	mine, its     cpuUse
+}
+
+// row compares the medians.
+func (r *rates) row(what string) Row {
+	mine, its := r.product.Median(), r.bare.Median()
+	return Row{What: what, Product: rate(mine), Bare: rate(its), Value: mine / its, Unit: "x"}
+}
+
+// best takes for each way the width at which its median is the highest.
+func best(all []*rates) *rates {
+	var found rates
+	for _, r := range all {
+		if r.product.Median() > found.product.Median() {
+			found.product = r.product
 		}
-		took, err := b.counted(ctx, mine, width, block, func(ctx context.Context, i int) (err error) {
-			made[i], err = c.product(ctx)
-			return err
-		})
-		if err != nil {
-			return 0, 0, err
-		}
-		ours = append(ours, block/took.Seconds())
-		if err := deleteAll(ctx, made); err != nil {
-			return 0, 0, err
-		}
-		boxes := make([]*barerunsc.Box, block)
-		for i := range boxes {
-			if boxes[i], err = c.prepare(); err != nil {
-				return 0, 0, err
-			}
-		}
-		if err := wait.For(ctx, breath); err != nil {
-			return 0, 0, err
-		}
-		took, err = b.counted(ctx, bare, width, block, func(ctx context.Context, i int) error { return c.bare(ctx, boxes[i]) })
-		if err != nil {
-			return 0, 0, err
-		}
-		theirs = append(theirs, block/took.Seconds())
-		if _, err := inParallel(ctx, 4, block, func(ctx context.Context, i int) error { return boxes[i].Remove(ctx) }); err != nil {
-			return 0, 0, err
+		if r.bare.Median() > found.bare.Median() {
+			found.bare = r.bare
 		}
 	}
-	b.note("%d at a time, CPU of a %s: %s; bare: %s", width, what, mine.each(block*rounds), bare.each(block*rounds))
-	return ours.Median(), theirs.Median(), nil
+	return &found
+}
+
+const (
+	rateBlock  = 12 // sandboxes
+	rateRounds = 7
+)
+
+// rateWidths are how many callers there are at a time.
+var rateWidths = []int{2, 3, 4, 6}
+
+// rates makes blocks of sandboxes each way in turn. A round has blocks of all widths, since the machine's speed changes within the minute that
+// all take. How far the blocks of a width are apart, what CPU they took, and who, goes into the notes.
+func (b *bench) rates(ctx context.Context, what string, c contest) ([]*rates, error) {
+	var all []*rates
+	for _, width := range rateWidths {
+		all = append(all, &rates{width: width, mine: cpuUse{}, its: cpuUse{}})
+	}
+	rounds := b.times(rateRounds)
+	for range rounds {
+		for _, r := range all {
+			if err := b.productBlock(ctx, r, c); err != nil {
+				return nil, err
+			}
+			if err := b.bareBlock(ctx, r, c); err != nil {
+				return nil, err
+			}
+		}
+	}
+	for _, r := range all {
+		spread := func(s Sample) string {
+			return fmt.Sprintf("%s (%.1f to %.1f)", rate(s.Median()), slices.Min(s), slices.Max(s))
+		}
+		b.note("%d at a time, %d blocks of %d: %s, CPU of a %s: %s; bare: %s, %s", r.width, rounds, rateBlock,
+			spread(r.product), what, r.mine.each(rateBlock*rounds), spread(r.bare), r.its.each(rateBlock*rounds))
+	}
+	return all, nil
+}
+
+func (b *bench) productBlock(ctx context.Context, r *rates, c contest) error {
+	made := make([]*client.Sandbox, rateBlock)
+	if err := wait.For(ctx, breath); err != nil {
+		return err
+	}
+	took, err := b.counted(ctx, r.mine, r.width, rateBlock, func(ctx context.Context, i int) (err error) {
+		made[i], err = c.product(ctx)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	r.product = append(r.product, rateBlock/took.Seconds())
+	return deleteAll(ctx, made)
+}
+
+func (b *bench) bareBlock(ctx context.Context, r *rates, c contest) (err error) {
+	boxes := make([]*barerunsc.Box, rateBlock)
+	for i := range boxes {
+		if boxes[i], err = c.prepare(); err != nil {
+			return err
+		}
+	}
+	if err := wait.For(ctx, breath); err != nil {
+		return err
+	}
+	took, err := b.counted(ctx, r.its, r.width, rateBlock, func(ctx context.Context, i int) error { return c.bare(ctx, boxes[i]) })
+	if err != nil {
+		return err
+	}
+	r.bare = append(r.bare, rateBlock/took.Seconds())
+	_, err = inParallel(ctx, 4, rateBlock, func(ctx context.Context, i int) error { return boxes[i].Remove(ctx) })
+	return err
 }
 
 // inParallel does n things, width at a time, and tells how long all took.

@@ -127,3 +127,75 @@ func TestACaptureWaitsBeforeItReads(t *testing.T) {
 	}
 	free()
 }
+
+// Restores have their share of the turns, and a start goes past those that wait for one.
+func TestL02RestoresHaveTheirShareOfTheTurns(t *testing.T) {
+	for _, c := range []struct{ width, restores, all, share int }{{0, 0, 1, 1}, {4, 0, 4, 4}, {4, 2, 4, 2}, {2, 5, 2, 2}} {
+		if got := newTurns(c.width, c.restores); cap(got.all) != c.all || cap(got.restores) != c.share {
+			t.Errorf("%d and %d: %d turns, %d for restores", c.width, c.restores, cap(got.all), cap(got.restores))
+		}
+	}
+	turns := newTurns(3, 2)
+	var leaves []func()
+	take := func(restore bool) {
+		t.Helper()
+		leave, err := turns.take(ctx(t), restore)
+		must(t, err)
+		leaves = append(leaves, leave)
+	}
+	over, cancel := context.WithCancelCause(t.Context())
+	cancel(errs.New(errs.WrongPhase, "deleted"))
+	refused := func(restore bool) {
+		t.Helper()
+		all, restores := len(turns.all), len(turns.restores)
+		leave, err := turns.take(over, restore)
+		if err == nil {
+			leave()
+			t.Fatal("it has a turn that there is not")
+		}
+		wantReason(t, err, errs.WrongPhase)
+		if len(turns.all) != all || len(turns.restores) != restores {
+			t.Fatal("who went away took a turn along")
+		}
+	}
+	take(true)
+	take(true)
+	refused(true)
+	take(false) // the third
+	refused(false)
+	leaves[0]()
+	take(false)
+	refused(true) // its share is free, and no turn is
+	for _, leave := range leaves[1:] {
+		leave()
+	}
+	if turns.taken() || len(turns.restores) > 0 {
+		t.Error("turns are taken, and nobody has one")
+	}
+}
+
+// A restore that waits for the restores before it has no turn that a start could have.
+func TestL02AStartGoesPastARestoreThatWaits(t *testing.T) {
+	a, source, snap := checkpointed(t)
+	must(t, a.Delete(ctx(t), source.UID))
+	prepared := make(chan struct{})
+	a.Measure = func(verb, step string, _ time.Duration, _ error) {
+		if verb == "restore" && step == "spec" {
+			close(prepared)
+		}
+	}
+	a.turns.restores <- struct{}{} // somebody else's
+	rr, done := restoreRequest(snap, source.Spec.Volumes[0].VolumeUID), make(chan error, 1)
+	go func() {
+		_, err := a.Restore(ctx(t), rr)
+		done <- err
+	}()
+	<-prepared
+	_, err := a.Start(ctx(t), startRequest()) // there is one turn at a time
+	must(t, err)
+	if _, runs := a.w.host.Count(rr.UID); runs {
+		t.Error("it was restored out of turn")
+	}
+	<-a.turns.restores
+	must(t, <-done)
+}

@@ -173,16 +173,14 @@ func (o *owner) startRuntime(ctx context.Context, b *build) error {
 		Stdio: o.n.stdio(o.uid), Cgroup: o.n.Groups.Path(o.uid),
 	}
 	asked := o.n.Now()
-	select {
-	case o.n.slots <- struct{}{}:
-		defer func() { <-o.n.slots }()
-	case <-ctx.Done():
-		return context.Cause(ctx)
+	leave, err := o.n.turns.take(ctx, b.from != nil)
+	if err != nil {
+		return err
 	}
+	defer leave()
 	b.queued += o.n.Now().Sub(asked)
 	o.n.measure(b.verb, queueStep, b.queued, nil)
 	var handle runtime.Handle
-	var err error
 	if b.from == nil {
 		handle, err = o.n.Driver.Start(ctx, cfg)
 	} else {

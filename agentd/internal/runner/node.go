@@ -52,9 +52,8 @@ type Options struct {
 	Ready     int
 	// Flags are the driver's, for new sandboxes.
 	Flags []string
-	// Width is how many sandboxes are started or restored at a time; 0 is one. More than there are cores makes
-	// each slower and none earlier.
-	Width int
+	// Width is how many sandboxes are started or restored at a time; 0 is one. Restores is how many of them may be restored; 0 is all.
+	Width, Restores int
 
 	Log *slog.Logger
 	Now func() time.Time
@@ -80,12 +79,11 @@ type Node struct {
 	inUse map[string]int
 
 	changed chan struct{}
-	// slots bounds how many runtimes are being started.
-	slots chan struct{}
-	shelf *shelf
-	// ends, makes and captures bound how many are being ended, made and captured.
-	ends, makes, captures *gate
-	trims                 *trims
+	turns   turns
+	shelf   *shelf
+	// ends, makes, restores and captures bound how many are being ended, started, restored and captured, with all that surrounds their turns.
+	ends, makes, restores, captures *gate
+	trims                           *trims
 }
 
 var errClosing = errs.New(errs.ShuttingDown, "agentd is stopping; ask again with the same command id once it has started")
@@ -108,8 +106,8 @@ func New(opts Options) (*Node, error) {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
 	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1),
-		ends: newEnds(), trims: newTrims(), slots: make(chan struct{}, max(opts.Width, 1))}
-	n.makes, n.captures = newGate(cap(n.slots)+ahead), newGate(opts.Capturer.Width()+ahead)
+		ends: newEnds(), trims: newTrims(), turns: newTurns(opts.Width, opts.Restores)}
+	n.makes, n.restores, n.captures = newGate(cap(n.turns.all)+ahead), newGate(cap(n.turns.restores)+ahead), newGate(opts.Capturer.Width()+ahead)
 	var err error
 	if n.shelf, err = openShelf(opts.ReadyRoot, opts.Ready); err != nil {
 		return nil, err

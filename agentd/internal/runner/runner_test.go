@@ -308,7 +308,8 @@ func TestL02TheWaitForATurnIsToldApart(t *testing.T) {
 			looks = 0
 		}
 	}
-	a.slots <- struct{}{} // somebody else's turn
+	leave, err := a.turns.take(ctx(t), false) // somebody else's turn
+	must(t, err)
 	started, req := make(chan nodestate.Sandbox, 1), startRequest()
 	go func() {
 		rec, err := a.Start(ctx(t), req)
@@ -321,7 +322,7 @@ func TestL02TheWaitForATurnIsToldApart(t *testing.T) {
 	mu.Lock()
 	now = now.Add(time.Hour)
 	mu.Unlock()
-	<-a.slots
+	leave()
 	rec := <-started
 	snap, err := a.Checkpoint(ctx(t), CaptureRequest{UID: req.UID, SnapshotUID: uid.New(), Tenant: "t", CommandID: "save-1"})
 	must(t, err)

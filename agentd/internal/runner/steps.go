@@ -73,8 +73,12 @@ func (b *build) with(fn func(context.Context, *build) error) func(context.Contex
 // make runs the steps in order. A step that fails ends it; the error names the step.
 func (o *owner) make(ctx context.Context, b *build) error {
 	b.began = o.n.Now()
+	entrance := o.n.makes
+	if b.from != nil {
+		entrance = o.n.restores
+	}
 	var leave func()
-	leave, b.queued = o.n.enterTimed(ctx, o.n.makes)
+	leave, b.queued = o.n.enterTimed(ctx, entrance)
 	defer leave()
 	for _, s := range o.steps(b) {
 		point := b.verb + "." + s.name

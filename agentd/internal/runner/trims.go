@@ -67,7 +67,7 @@ func trimsNow(due int, busy bool, spare func() int64) int {
 }
 
 // busy tells whether something is being captured, started or restored, or waits for its turn.
-func (n *Node) busy() bool { return n.Capturer.Busy() || len(n.slots) > 0 }
+func (n *Node) busy() bool { return n.Capturer.Busy() || n.turns.taken() }
 
 // trim has the runtimes trimmed until ctx ends. With nothing due it sleeps.
 func (n *Node) trim(ctx context.Context) {
