@@ -40,15 +40,16 @@ type partition struct {
 // uncheckable is in what is said of a history that takes too long.
 const uncheckable = "could not be checked within"
 
-// check gives what is wrong. A history that could not be checked within the limit is wrong.
+// check gives what is wrong. A history that could not be checked within the limit is wrong. Each object by itself is checked first, since
+// that is soon done.
 func (c *checker) check(cells int) (wrong []string, steps int) {
 	for n := range cells {
 		p := c.partition(n)
-		parts := append([]*partition{p}, p.alone...)
+		parts := append(slices.Clone(p.alone), p)
 		for i, part := range parts {
 			steps += len(part.events)
 			what := fmt.Sprintf("cell %d", n)
-			if i > 0 {
+			if i < len(p.alone) {
 				what += ", an object by itself,"
 			}
 			if verdict := part.check(c.limit); verdict != "" {

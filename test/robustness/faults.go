@@ -61,10 +61,12 @@ var strikes = []fault{
 	{"session of a node replaced", (*faults).replaceSession},
 }
 
-// aimed are faults of one commit, which a run has by name alone.
+// aimed are faults of one commit or object, which a run has by name alone.
 var aimed = []fault{
 	{"reply to a commit lost", (*faults).loseReply},
 	{"commit of a leader late", (*faults).delayCommit},
+	{"first attempts of commits lost", (*faults).loseCommits},
+	{"name of a deleted volume given again", (*faults).renameVolume},
 }
 
 // losing are the faults after which something is lost, and what a run has in their place unless it is to lose something.
@@ -113,7 +115,8 @@ type faults struct {
 	windows []window
 	losses  []loss
 	struck  []struck
-	lost    int // volumes of loseReply
+	lost    int // names given by faults
+	asked   int // operations of faults
 	// patience is how long a fault waits for what it needs.
 	patience time.Duration
 }
@@ -344,6 +347,12 @@ func (f *faults) anOldCopy(ctx context.Context, loaded bool) error {
 		return err
 	}
 	if err := f.world.redis.copy(kept); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, f.patience)
+	defer cancel()
+	// What is acknowledged since the copy was made has to be there afterwards: this is, whatever clients do.
+	if _, err := f.volume(ctx, "kept"); err != nil {
 		return err
 	}
 	f.more(ctx, 60)

@@ -20,6 +20,8 @@ type link struct {
 	closed  bool
 	conns   map[net.Conn]bool // false: not to be cut now
 	trap    *trap
+	losing  []byte        // of the requests with this mark every other one is lost with its connection: the first, and not what is sent in its place
+	matched int           // requests with the mark
 	refuse  bool          // new connections end at once
 	mute    bool          // requests reach the server, its replies are dropped
 	delay   time.Duration // before each reply
@@ -108,6 +110,17 @@ func (l *link) catches(request []byte, takes ...net.Conn) *trap {
 	return t
 }
 
+// loses tells whether the request is lost.
+func (l *link) loses(request []byte) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.losing == nil || !bytes.Contains(request, l.losing) {
+		return false
+	}
+	l.matched++
+	return l.matched%2 == 1
+}
+
 // set changes how it treats what passes.
 func (l *link) set(change func(*link)) {
 	l.mu.Lock()
@@ -182,6 +195,9 @@ func (l *link) serve(client net.Conn) {
 	for {
 		n, err := client.Read(buf)
 		if n > 0 {
+			if l.loses(buf[:n]) {
+				return
+			}
 			if t := l.catches(buf[:n], client, server); t != nil {
 				<-t.deliver
 				caughtBy.Store(t)

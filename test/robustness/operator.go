@@ -35,13 +35,30 @@ type loss struct {
 // behind is how many operations the server's copy is older at most: what is reported at once is bounded.
 const behind = 40
 
-// dumpAway has the server come back with a dump of some operations ago, while a node is away.
+// dumpAway has the server come back with a dump of some operations ago, while a node is away. The journal of the one that stays has, from after the dump,
+// a creation and a deletion that were acknowledged.
 func (f *faults) dumpAway(ctx context.Context, p planned) error {
-	dump := filepath.Join(f.world.dir, "dump-"+p.Hold.String())
-	if err := f.world.redis.dump(ctx, dump); err != nil {
+	within, cancel := context.WithTimeout(ctx, f.patience)
+	defer cancel()
+	stays := 1 - p.Node
+	deleted, err := f.on(within, stays, "deleted")
+	if err != nil {
 		return err
 	}
-	f.more(ctx, behind)
+	dump := filepath.Join(f.world.dir, "dump-"+p.Hold.String())
+	if err := f.world.redis.dump(within, dump); err != nil {
+		return err
+	}
+	if err := f.delete(within, Detach, deleted); err != nil {
+		return err
+	}
+	if _, err := f.on(within, stays, "kept"); err != nil {
+		return err
+	}
+	f.more(within, behind)
+	if err := f.journaled(within, stays); err != nil {
+		return err
+	}
 	return f.lose(ctx, p, func() error { return f.world.redis.load(dump) })
 }
 
@@ -72,10 +89,10 @@ func (f *faults) copyUnknown(ctx context.Context, p planned) error {
 	return f.lose(ctx, p, func() error { return f.world.redis.rewind(kept) })
 }
 
-// more waits for so many operations.
+// more waits for so many operations, which clients do until the faults are over.
 func (f *faults) more(ctx context.Context, count int64) {
 	from := f.traffic.count.Load()
-	for f.traffic.count.Load() < min(from+count, f.traffic.quota) && ctx.Err() == nil {
+	for f.traffic.count.Load() < from+count && ctx.Err() == nil && !f.traffic.hopeless() {
 		_ = wait.For(ctx, 10*time.Millisecond)
 	}
 }
@@ -261,7 +278,7 @@ func (f *faults) away(node int) []string {
 	if node < 0 {
 		return nil
 	}
-	return []string{fmt.Sprintf("n%d", node)}
+	return []string{nodeName(node)}
 }
 
 // present tells whether the nodes that are there are online.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strconv"
 
+	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/uid"
 	dormousev1 "github.com/dormouse-run/dormouse/proto/dormouse/v1"
 )
@@ -30,6 +31,9 @@ func (f *faults) loseReply(ctx context.Context, p planned) error {
 		close(t.deliver)
 		f.traffic.begin(r)
 		f.traffic.do(ctx, r, i, true)
+		if r.Reason == string(errs.NameTaken) {
+			f.traffic.blame("nobody else was given that name: %s", r)
+		}
 		if !f.world.link[i].lift(t) {
 			return errors.New("it was no commit of this leader")
 		}

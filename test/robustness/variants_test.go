@@ -18,8 +18,8 @@ var hunts = map[mutant.Name]Options{
 	mutant.StaleView:        {Only: "server came back with a copy", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 20 * time.Second},
 	mutant.UnreportedLoss:   {Only: "server came back with an old dump, a node away", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 40 * time.Second},
 	mutant.Resurrection:     {Only: "server came back with an old dump, a node away", Faults: 2, Operations: 400, Patience: 3 * time.Second, FaultPatience: 40 * time.Second},
-	mutant.NoTombstone:      {Operations: 1000, Patience: 3 * time.Second},
-	mutant.DroppedReference: {Operations: 1000, Patience: 3 * time.Second},
+	mutant.NoTombstone:      {Only: "name of a deleted volume given again", Faults: 1, Operations: 300, Patience: 3 * time.Second},
+	mutant.DroppedReference: {Only: "first attempts of commits lost", Faults: 1, Operations: 300, Patience: 3 * time.Second},
 }
 
 // tries is how many seeds have to do to catch a variant.

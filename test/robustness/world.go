@@ -168,7 +168,7 @@ func (w *world) openNodes(ctx context.Context, ca *pki.CA, image func(context.Co
 		to = append(to, "unix:"+w.nodeAPI(i))
 	}
 	for i := range nodes {
-		name := fmt.Sprintf("n%d", i)
+		name := nodeName(i)
 		if err := os.Mkdir(w.path(name), 0o700); err != nil {
 			return err
 		}
