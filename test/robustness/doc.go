@@ -50,10 +50,14 @@
 //	coordinator killed, or stopped for two leases: the leader, or the other
 //	session of a node replaced: its agentd ends, another goes on with its files and sandboxes
 //
-// Two more, which the variants need, are aimed at one commit of the leader, which the link recognises, so that they do not depend on chance:
+// More, which the variants need, are aimed at one commit of the leader, which the link recognises, or at one object, so that they do not depend on chance:
 //
-//	reply to a commit lost    applied, and its connection ends before the answer
-//	commit of a leader late   delivered after another coordinator leads and has committed; the rest of the leader's link is cut
+//	reply to a commit lost                  applied, and its connection ends before the answer
+//	commit of a leader late                 delivered after another coordinator leads and has committed; the rest of the leader's link is cut
+//	first attempts of commits lost          each commit of a sandbox that holds a volume, on its way to the server
+//	name of a deleted volume given again    and the deleted one asked for
+//
+// What a fault has to meet is made by the fault itself (file probes.go), of objects that clients only read: how much they do meanwhile depends on how fast the machine is.
 //
 // Before the server comes back older (C21) the traffic stops until the nodes' journals have everything, and the standby is kept away: then
 // nothing may be lost, and the catalog has to go on by itself; under load, while clients go on. What is not promised is not checked: of tombstones, which are not
@@ -68,15 +72,15 @@
 // # Variants
 //
 // A coordinator that is broken on purpose (package mutant, the build tag mutants) has to be caught, or the suite is worth nothing. Each is
-// looked for in short runs with the fault that meets what it breaks:
+// looked for in short runs with the fault that brings about what it breaks, so that the first of them catches it for certain:
 //
-//	no-epoch-check      commit of a leader late: the change log has an old epoch after a new one
-//	blind-retry         reply to a commit lost: a client is refused the name that its own operation has taken
-//	stale-view          server came back with a copy: what was acknowledged is not there
-//	unreported-loss     server came back with an old dump, a node away: what the other node's journal has is not there
-//	resurrection        the same: what the other node's journal says was deleted is back
-//	no-tombstone        no fault: who asks for what was deleted, and whose name was given again, is told another reason
-//	dropped-reference   no fault: conflicts between clients are enough
+//	no-epoch-check      commit of a leader late: it is held up until another coordinator has committed. The change log has an old epoch after a new one
+//	blind-retry         reply to a commit lost: of a volume whose name nobody else asks for. It is refused as taken
+//	stale-view          server came back with a copy: a volume was acknowledged since the copy. It is not there
+//	unreported-loss     server came back with an old dump, a node away: the other node's journal has a sandbox that was made since the dump. It is not there
+//	resurrection        the same: that journal has the deletion, since the dump, of a sandbox that the dump has. It is back
+//	no-tombstone        name of a deleted volume given again: who asks for the deleted one is told another reason
+//	dropped-reference   first attempts of commits lost: each is built again, without the volume, which is not attached then
 //
 // ALL=20 FIRST=100 go test ./test/robustness -run TheSuiteFindsBugs -v tells how many of so many seeds catch each. A release that meets
 // the aimed faults is caught at nothing.

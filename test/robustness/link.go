@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"os"
+	"regexp"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,8 +21,7 @@ type link struct {
 	closed  bool
 	conns   map[net.Conn]bool // false: not to be cut now
 	trap    *trap
-	losing  []byte        // of the requests with this mark every other one is lost with its connection: the first, and not what is sent in its place
-	matched int           // requests with the mark
+	losing  *firsts
 	refuse  bool          // new connections end at once
 	mute    bool          // requests reach the server, its replies are dropped
 	delay   time.Duration // before each reply
@@ -110,15 +110,43 @@ func (l *link) catches(request []byte, takes ...net.Conn) *trap {
 	return t
 }
 
+// firsts are the requests that are the first to write some revision of the record of that name. They are lost with their connections, and
+// what is sent in their place is not.
+type firsts struct {
+	mu    sync.Mutex
+	write *regexp.Regexp
+	seen  map[string]bool
+}
+
+func firstsOf(name string) *firsts {
+	// The arguments of a put: its key, the revision that it expects, its name.
+	return &firsts{write: regexp.MustCompile(`\r\n(\d+)\r\n\$\d+\r\n` + regexp.QuoteMeta(name) + `\r\n`), seen: make(map[string]bool)}
+}
+
+func (f *firsts) is(request []byte) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	m := f.write.FindSubmatch(request)
+	if m == nil || f.seen[string(m[1])] {
+		return false
+	}
+	f.seen[string(m[1])] = true
+	return true
+}
+
+// count is how many were lost.
+func (f *firsts) count() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.seen)
+}
+
 // loses tells whether the request is lost.
 func (l *link) loses(request []byte) bool {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.losing == nil || !bytes.Contains(request, l.losing) {
-		return false
-	}
-	l.matched++
-	return l.matched%2 == 1
+	f := l.losing
+	l.mu.Unlock()
+	return f != nil && f.is(request)
 }
 
 // set changes how it treats what passes.

@@ -41,6 +41,8 @@ type Options struct {
 	Limit time.Duration
 	// CheckLimit is how long each part of the history is checked at the most; minutes, if it is zero.
 	CheckLimit time.Duration
+	// Enough: something wrong is enough, and the rest of the history is not checked.
+	Enough bool
 }
 
 // runLimit bounds one run, however slow the machine is.
@@ -73,10 +75,15 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	wrong := w.validate(ctx)
 	records, objects, byUID, blamed := t.snapshot()
 	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, losses: f.losses, limit: cmp.Or(o.CheckLimit, 2*time.Minute)}
-	nonlinear, steps := c.check(cells)
+	wrong = append(wrong, blamed...)
+	var nonlinear []string
+	var steps int
+	if len(wrong) == 0 || !o.Enough {
+		nonlinear, steps = c.check(cells)
+	}
 	report = newReport(o, records, f.struck)
 	report.Plan, report.Steps, report.Took = plan, steps, time.Since(began)
-	report.Wrong = append(append(wrong, blamed...), nonlinear...)
+	report.Wrong = append(wrong, nonlinear...)
 	if failed != nil {
 		report.Stuck = failed.Error()
 	}
