@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/dormouse-run/dormouse/agentd/internal/spread"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/fault"
 	"github.com/dormouse-run/dormouse/pkg/snapshot"
@@ -56,6 +57,7 @@ func OpenStore(opts StoreOptions) (*Store, error) {
 	if err := s.makeFolders(); err != nil {
 		return nil, err
 	}
+	_ = spread.Below(s.dir(stagingName)) // a hint
 	return s, nil
 }
 

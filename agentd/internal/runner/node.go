@@ -12,6 +12,7 @@ import (
 	"github.com/dormouse-run/dormouse/agentd/internal/checkpoint"
 	"github.com/dormouse-run/dormouse/agentd/internal/nodestate"
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/agentd/internal/spread"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 	"github.com/dormouse-run/dormouse/pkg/sandbox"
 )
@@ -105,6 +106,7 @@ func New(opts Options) (*Node, error) {
 	if err := os.Chmod(opts.Root, 0o700); err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "protect the sandboxes' folder: %v", err)
 	}
+	_ = spread.Below(opts.Root) // a hint
 	n := &Node{Options: opts, owners: make(map[string]*owner), inUse: make(map[string]int), changed: make(chan struct{}, 1),
 		ends: newEnds(), trims: newTrims(), turns: newTurns(opts.Width, opts.Restores)}
 	n.makes, n.restores, n.captures = newGate(cap(n.turns.all)+ahead), newGate(cap(n.turns.restores)+ahead), newGate(opts.Capturer.Width()+ahead)

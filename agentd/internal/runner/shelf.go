@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dormouse-run/dormouse/agentd/internal/runtime"
+	"github.com/dormouse-run/dormouse/agentd/internal/spread"
 	"github.com/dormouse-run/dormouse/pkg/errs"
 )
 
@@ -52,6 +53,7 @@ func openShelf(root string, size int) (*shelf, error) {
 	if err != nil {
 		return nil, errs.Wrap(err, errs.InternalError, "make the folder of folders kept ready: %v", err)
 	}
+	_ = spread.Below(root) // a hint
 	return s, nil
 }
 
