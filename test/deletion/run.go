@@ -263,7 +263,10 @@ func (r *run) all(ctx context.Context, uids []string, probe *probe) error {
 					}
 					return err
 				}
-				r.deleted.Add(1)
+				if int(r.deleted.Add(1)) == len(uids)/2 {
+					// The nodes stand still until many are accepted and none ends, so that there is something to leave behind.
+					r.watch.stall()
+				}
 			}
 			return nil
 		})
@@ -320,13 +323,11 @@ func insist(ctx context.Context, call func() error) error {
 	}
 }
 
-// die kills the coordinator and starts another, which leads at once. Half of the callers leave.
+// die kills the coordinator, while the nodes stand still, and starts another, which leads at once. Half of the callers leave.
 func (r *run) die(ctx context.Context, leave func()) error {
 	r.deaths.Lock()
 	r.deaths.from = time.Now()
 	r.deaths.Unlock()
-	// The nodes stand still until many are accepted and none ends, so that there is something to leave behind.
-	r.watch.stall()
 	err := r.poll(ctx, "deletions are pending", func() error {
 		st, err := r.Client.CatalogStatus(ctx)
 		if n := pending(st).GetPending(); err == nil && n < leftBehind {
