@@ -92,6 +92,7 @@ func (s *Server) Restart(t testing.TB) {
 	}
 	s.log.Reset()
 	s.cmd = exec.Command(s.program, args...)
+	s.cmd.Env = append(os.Environ(), "LC_ALL=C") // a newer server refuses a locale that the machine does not have
 	s.cmd.Stdout, s.cmd.Stderr = &s.log, &s.log
 	// A test binary that is killed takes its server along.
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
