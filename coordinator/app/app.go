@@ -175,7 +175,7 @@ const replyTime = 10 * time.Second
 func (a *App) open(ctx context.Context) error {
 	if a.store == nil {
 		o := redis.Options{Address: a.cfg.Redis.Address, Username: a.cfg.Redis.Username, Password: a.cfg.Redis.Password.Reveal(),
-			DB: a.cfg.Redis.DB, Catalog: a.cfg.Redis.Catalog, ReplyTimeout: replyTime, Retention: catalog.Retention{Receipts: a.cfg.Operations.Life}}
+			DB: a.cfg.Redis.DB, Catalog: a.cfg.Redis.Catalog, ReplyTimeout: replyTime, Retention: catalog.Retention{Receipts: a.cfg.Operations.Life}, Renewed: a.renewed}
 		if a.cfg.Redis.CA != "" {
 			pem, err := os.ReadFile(a.cfg.Redis.CA)
 			if err != nil {
@@ -202,6 +202,16 @@ func (a *App) open(ctx context.Context) error {
 		return err
 	})
 	return nil
+}
+
+// renewed is told of a server that was started, and written to only once its log was written anew.
+func (a *App) renewed(r redis.Renewal) {
+	a.metrics.renewed(r.Err)
+	if r.Err != nil {
+		a.log.Warn("the catalog's server was started and has not written its log anew; nothing is written to it before", "server", r.Server, "run_id", r.RunID, "error", r.Err)
+		return
+	}
+	a.log.Info("the catalog's server was started, and wrote its log anew before anything else is written to it", "server", r.Server, "run_id", r.RunID, "took", r.Took)
 }
 
 // assemble makes what the listeners serve.

@@ -14,6 +14,7 @@ import (
 type metrics struct {
 	leading, suspended   prometheus.Gauge
 	generations, repairs prometheus.Counter
+	renewals             *prometheus.CounterVec
 
 	ended   *prometheus.CounterVec
 	seconds *prometheus.HistogramVec
@@ -34,7 +35,9 @@ func newMetrics(r prometheus.Registerer) *metrics {
 	m.suspended = prometheus.NewGauge(prometheus.GaugeOpts{Name: "dormouse_catalog_suspended", Help: "1 while this coordinator leads and the catalog takes no writes."})
 	m.generations = prometheus.NewCounter(prometheus.CounterOpts{Name: "dormouse_catalog_servers_replaced_total", Help: "Times that the catalog's server was another process than before."})
 	m.repairs = prometheus.NewCounter(prometheus.CounterOpts{Name: "dormouse_catalog_repairs_total", Help: "Times that the catalog was rebuilt from the nodes' journals."})
-	r.MustRegister(m.suspended, m.generations, m.repairs, m.leading, m.ended, m.seconds, m.ready)
+	m.renewals = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "dormouse_catalog_log_rewrites_total",
+		Help: "Times that this coordinator had a started server write its log anew before it wrote to it, by outcome: done or failed."}, []string{"outcome"})
+	r.MustRegister(m.suspended, m.generations, m.repairs, m.renewals, m.leading, m.ended, m.seconds, m.ready)
 	return m
 }
 
@@ -43,6 +46,14 @@ func (m *metrics) operation(kind operations.Kind, reason errs.Reason, took time.
 	if reason == "" {
 		m.seconds.WithLabelValues(string(kind)).Observe(took.Seconds())
 	}
+}
+
+func (m *metrics) renewed(err error) {
+	outcome := "done"
+	if err != nil {
+		outcome = "failed"
+	}
+	m.renewals.WithLabelValues(outcome).Inc()
 }
 
 // catalog tells of the catalog when it is asked; what the store itself knows is asked of it, within statusTime.

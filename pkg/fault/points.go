@@ -91,6 +91,9 @@ func Coordinator() []string {
 		around("operation", "drive"),
 		// A catalog that came back older: suspended, put right record by record, taken into service.
 		around("catalog", "suspend", "resume"),
+		// A server that was started writes its log anew before anything else is written: asked, and done.
+		around("catalog", "renew"),
+		after("catalog", "renew-asked"),
 		around("repair", "commit"),
 		// What a node still has although it was deleted: suspected, proven, removed by the node, and said.
 		after("orphan", "suspect", "proof"),

@@ -154,6 +154,9 @@ func coordinatorRows() []row {
 		"catalog.resume.before", "catalog.resume.after", "repair.commit.after+repair.commit.after"} {
 		all = append(all, row{name: "rewind", daemon: coordinator, do: rewind, points: strings.Split(p, "+")})
 	}
+	for _, p := range []string{"catalog.renew.before", "catalog.renew-asked.after", "catalog.renew.after", "catalog.renew-asked.after+commit.send.before"} {
+		all = append(all, row{name: "new-server", daemon: coordinator, do: newServer, points: strings.Split(p, "+")})
+	}
 	for _, p := range []string{"restore.begin.before", "restore.begin.after", "restore.records.before", "restore.records.after", "restore.end.before",
 		"restore.end.after", "restore.begin.after+restore.records.after+restore.end.before"} {
 		all = append(all, row{name: "put-back", daemon: coordinator, do: putBack, points: strings.Split(p, "+")})

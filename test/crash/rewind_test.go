@@ -76,6 +76,30 @@ func rewind(w *world) operation {
 	}
 }
 
+// newServer makes a sandbox through a Redis that was started anew.
+func newServer(w *world) operation {
+	var made *client.Sandbox
+	started := false
+	req := &dormousev1.CreateSandboxRequest{OperationId: uid.New(), Spec: w.spec()}
+	return operation{
+		id: req.GetOperationId(),
+		run: func(ctx context.Context) (err error) {
+			if !started {
+				w.ok(w.KillRedis(w.ctx))
+				w.ok(w.StartRedis(w.ctx))
+				started = true
+			}
+			made, err = w.api.CreateSandbox(ctx, req)
+			return err
+		},
+		check: func() {
+			w.online()
+			w.answers(made)
+		},
+		clean: func() { w.drop(made) },
+	}
+}
+
 // journaled gives the incarnation once every node has all that concerns it.
 func (w *world) journaled(ctx context.Context) (string, error) {
 	st, err := w.Client.CatalogStatus(ctx)

@@ -21,7 +21,7 @@ func (s *Store) Delta(ctx context.Context, after uint64, limit int) (catalog.Del
 	if err != nil {
 		return catalog.Delta{}, err
 	}
-	reply, err := s.eval(ctx, deltaScript, []any{string(s.keys), dec(after), size, catalog.DeltaBytes})
+	reply, err := s.ask(ctx, deltaScript, []any{string(s.keys), dec(after), size, catalog.DeltaBytes})
 	if err != nil {
 		return catalog.Delta{}, readError(err)
 	}

@@ -99,7 +99,7 @@ func (s *Store) Compare(ctx context.Context, p catalog.Point) (catalog.Relation,
 	if mutant.On(mutant.StaleView) {
 		return catalog.Part, nil
 	}
-	reply, err := s.eval(ctx, compareScript, []any{string(s.keys), p.Incarnation, dec(p.Seq), p.Digest})
+	reply, err := s.ask(ctx, compareScript, []any{string(s.keys), p.Incarnation, dec(p.Seq), p.Digest})
 	if err != nil {
 		return "", readError(err)
 	}
@@ -201,15 +201,20 @@ func (s *Store) met(runID, server string) {
 	}
 }
 
-// connected runs on every new connection, since a server may come back with other settings, or be another.
+// connected runs on every new connection of the pool for reads, since a server may come back with other settings, or be another.
 func (s *Store) connected(ctx context.Context, cn *goredis.Conn) error {
+	_, err := s.meet(ctx, cn)
+	return connectError(err)
+}
+
+// meet reads what the server at the other end is, and refuses one that is not durable.
+func (s *Store) meet(ctx context.Context, cn *goredis.Conn) (map[string]string, error) {
 	if err := requireDurable(ctx, cn); err != nil {
-		return err
+		return nil, err
 	}
-	fields, err := serverFields(ctx, cn)
-	if err != nil {
-		return err
+	fields, err := infoFields(ctx, cn, "server")
+	if err == nil {
+		s.met(fields["run_id"], serverName(fields))
 	}
-	s.met(fields["run_id"], serverName(fields))
-	return nil
+	return fields, err
 }

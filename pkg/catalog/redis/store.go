@@ -14,7 +14,8 @@
 //
 // A reply that does not come (server killed, connection cut, deadline) leaves a commit applied or
 // not; Settle tells which. A server that was killed keeps whole scripts: its log holds each one as
-// one transaction, and drops an incomplete one when it starts.
+// one transaction, and an incomplete one is ignored when it starts. Some servers leave a part of it in the log, though,
+// so that nothing is written to a process before its log was written anew: see renew.go.
 package redis
 
 import (
@@ -25,6 +26,7 @@ import (
 	"fmt"
 	"net"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -92,19 +94,26 @@ type Options struct {
 	TLS                *tls.Config
 	// Catalog names the catalog inside the server: letters, digits and "._-"; "dormouse" if empty.
 	Catalog string
-	// Connections bounds the pool; 32 if zero.
+	// Connections bounds each of the two pools, for reads and for writes; 32 if zero.
 	Connections int
 	// DialTimeout (5 s if zero) bounds a connection; ReplyTimeout (30 s if zero) is how long a
 	// reply is waited for when the context has no earlier deadline.
 	DialTimeout, ReplyTimeout time.Duration
 	Retention                 catalog.Retention
+	// Renewed, if set, is told of each server process whose log this store had written anew, or could not have. It returns soon.
+	Renewed func(Renewal)
 }
 
 // Store is a catalog.Store.
 type Store struct {
-	client      *goredis.Client
-	keys        layout
-	retention   catalog.Retention
+	client    *goredis.Client // for what changes nothing
+	writer    *goredis.Client // for the rest: see renew.go
+	renewal   renewal
+	keys      layout
+	retention catalog.Retention
+
+	replyTimeout time.Duration
+
 	incarnation atomic.Pointer[string]
 	seen        atomic.Pointer[catalog.Point] // nil: nothing
 	putBack     atomic.Pointer[catalog.Point] // by the repair that goes on, the last; nil: nothing
@@ -125,7 +134,8 @@ type silent struct{}
 
 func (silent) Printf(context.Context, string, ...any) {}
 
-// Open connects and checks that the server is recent enough and durable. Close the Store.
+// Open connects and checks that the server is recent enough and durable. If its log was not written anew since it started it
+// has that done first: within ReplyTimeout, or it is STORE_UNAVAILABLE and goes on in the server. Close the Store.
 func Open(ctx context.Context, o Options) (*Store, error) {
 	if o.Catalog == "" {
 		o.Catalog = "dormouse"
@@ -134,15 +144,16 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 		return nil, errs.New(errs.InvalidField, "a catalog's name is 1 to 64 letters, digits and \"._-\"").With("field", "catalog")
 	}
 	s := &Store{keys: layout("{" + o.Catalog + "}:"), retention: o.Retention.WithDefaults()}
-	client := clientOptions(o)
-	client.OnConnect = s.connected
-	s.client = goredis.NewClient(client)
+	reads, writes := clientOptions(o), clientOptions(o)
+	reads.OnConnect, writes.OnConnect = s.connected, s.writable
+	s.client, s.writer = goredis.NewClient(reads), goredis.NewClient(writes)
+	s.renewal, s.replyTimeout = newRenewal(o.Renewed), reads.ReadTimeout
 	err := s.identify(ctx)
 	if err == nil {
 		err = s.adopt(ctx)
 	}
 	if err != nil {
-		s.client.Close()
+		_ = s.Close() // the reason is above
 		return nil, err
 	}
 	return s, nil
@@ -203,7 +214,7 @@ func requireDurable(ctx context.Context, cn *goredis.Conn) error {
 		has, err := cn.ConfigGet(ctx, want.name).Result()
 		if err != nil {
 			var reply goredis.Error
-			if !errors.As(err, &reply) || strings.HasPrefix(reply.Error(), "LOADING") {
+			if !errors.As(err, &reply) || slices.ContainsFunc([]string{"LOADING", "NOAUTH", "WRONGPASS"}, func(p string) bool { return strings.HasPrefix(reply.Error(), p) }) {
 				return unavailable(err)
 			}
 			return errs.Wrap(err, errs.StoreNotDurable, "the store does not say whether its writes are durable; allow CONFIG GET to the coordinator's user")
@@ -220,9 +231,9 @@ type informer interface {
 	Info(ctx context.Context, section ...string) *goredis.StringCmd
 }
 
-// serverFields reads what the server says that it is.
-func serverFields(ctx context.Context, c informer) (map[string]string, error) {
-	info, err := c.Info(ctx, "server").Result()
+// infoFields reads a section of what the server says of itself.
+func infoFields(ctx context.Context, c informer, section string) (map[string]string, error) {
+	info, err := c.Info(ctx, section).Result()
 	if err != nil {
 		return nil, readError(err)
 	}
@@ -245,7 +256,7 @@ func serverName(fields map[string]string) string {
 
 // identify refuses a server that is too old, and marks a new catalog.
 func (s *Store) identify(ctx context.Context) error {
-	fields, err := serverFields(ctx, s.client)
+	fields, err := infoFields(ctx, s.client, "server")
 	if err != nil {
 		return err
 	}
@@ -255,7 +266,7 @@ func (s *Store) identify(ctx context.Context) error {
 		return errs.New(errs.NotSupported, "the store is version %q; Redis 7.0 or Valkey 7.2 is the oldest that works", version).With("feature", "store version")
 	}
 	key := s.keys.one("incarnation")
-	if err := s.client.SetNX(ctx, key, uuid.NewString(), 0).Err(); err != nil {
+	if err := s.writer.SetNX(ctx, key, uuid.NewString(), 0).Err(); err != nil {
 		return writeError(err)
 	}
 	h, err := s.History(ctx)
@@ -266,19 +277,28 @@ func (s *Store) identify(ctx context.Context) error {
 	return nil
 }
 
-// eval runs a script by its digest. A server that does not know it has run nothing, so loading
-// it and asking again is no replay.
+// eval runs a script that writes, ask one that does not.
 func (s *Store) eval(ctx context.Context, script *goredis.Script, args []any) (any, error) {
+	return s.run(ctx, s.writer, script, args)
+}
+
+func (s *Store) ask(ctx context.Context, script *goredis.Script, args []any) (any, error) {
+	return s.run(ctx, s.client, script, args)
+}
+
+// run runs a script by its digest. A server that does not know it has run nothing, so loading
+// it and asking again is no replay.
+func (s *Store) run(ctx context.Context, client *goredis.Client, script *goredis.Script, args []any) (any, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, errs.From(err).WithOutcome(errs.NotStarted, errs.SameOperation)
 	}
 	keys := []string{s.keys.one("seq")} // routes to the catalog's slot; the scripts make the rest
-	reply, err := script.EvalSha(ctx, s.client, keys, args...).Result()
+	reply, err := script.EvalSha(ctx, client, keys, args...).Result()
 	if goredis.HasErrorPrefix(err, "NOSCRIPT") {
-		if err := script.Load(ctx, s.client).Err(); err != nil {
+		if err := script.Load(ctx, client).Err(); err != nil {
 			return nil, unavailable(err)
 		}
-		reply, err = script.EvalSha(ctx, s.client, keys, args...).Result()
+		reply, err = script.EvalSha(ctx, client, keys, args...).Result()
 	}
 	if err != nil && !errors.Is(err, goredis.Nil) {
 		return nil, writeError(err)
@@ -315,8 +335,11 @@ func (s *Store) Status(ctx context.Context) (catalog.Status, error) {
 
 // Close implements catalog.Store.
 func (s *Store) Close() error {
-	if err := s.client.Close(); err != nil && !errors.Is(err, goredis.ErrClosed) {
-		return fmt.Errorf("close the catalog: %w", err)
+	var failed error
+	for _, c := range []*goredis.Client{s.client, s.writer} {
+		if err := c.Close(); err != nil && !errors.Is(err, goredis.ErrClosed) {
+			failed = errors.Join(failed, fmt.Errorf("close the catalog: %w", err))
+		}
 	}
-	return nil
+	return failed
 }

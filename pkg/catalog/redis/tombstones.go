@@ -47,7 +47,7 @@ func (s *Store) adopt(ctx context.Context) error {
 	if err := s.migrate(ctx); err != nil {
 		return err
 	}
-	if err := s.client.Set(ctx, key, Schema, 0).Err(); err != nil {
+	if err := s.writer.Set(ctx, key, Schema, 0).Err(); err != nil {
 		return writeError(err)
 	}
 	return nil

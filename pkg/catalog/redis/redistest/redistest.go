@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -187,3 +188,62 @@ func (s *Server) Rewind(t testing.TB, kept string) {
 }
 
 func (s *Server) appendDir() string { return filepath.Join(s.dir, "appendonlydir") }
+
+// LogSize is how long the part of the log is that is appended to.
+func (s *Server) LogSize(t testing.TB) int64 {
+	t.Helper()
+	info, err := os.Stat(s.lastLog(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return info.Size()
+}
+
+// CutLog cuts off a killed server's log, as a power cut does that kept a part of the last write.
+func (s *Server) CutLog(t testing.TB, size int64) {
+	t.Helper()
+	if err := os.Truncate(s.lastLog(t), size); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// lastLog finds the part of the log that is appended to: the manifest names it last.
+func (s *Server) lastLog(t testing.TB) string {
+	t.Helper()
+	manifest, err := os.ReadFile(filepath.Join(s.appendDir(), "appendonly.aof.manifest"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	name := ""
+	for line := range strings.Lines(string(manifest)) {
+		if f := strings.Fields(line); len(f) >= 6 && f[0] == "file" && f[4] == "type" && f[5] == "i" {
+			name = f[1]
+		}
+	}
+	return filepath.Join(s.appendDir(), name)
+}
+
+// Children are the processes that the server forked: one, at the most, while it rewrites its log.
+func (s *Server) Children(t testing.TB) []int {
+	t.Helper()
+	stats, err := filepath.Glob("/proc/[0-9]*/stat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var found []int
+	for _, path := range stats {
+		raw, err := os.ReadFile(path)
+		if err != nil {
+			continue // it has ended
+		}
+		var pid, parent int
+		_, rest, _ := strings.Cut(string(raw), ") ")
+		if _, err := fmt.Sscanf(string(raw), "%d", &pid); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := fmt.Sscanf(rest, "%1s %d", new(string), &parent); err == nil && parent == s.cmd.Process.Pid {
+			found = append(found, pid)
+		}
+	}
+	return found
+}
