@@ -65,6 +65,7 @@ type App struct {
 	suspended atomic.Pointer[catalog.Suspension] // while this coordinator leads a suspended catalog
 	unproven  atomic.Bool
 	repairing sync.Mutex
+	orphans   sync.Mutex                   // what no record names is dropped or adopted by one operator at a time
 	served    atomic.Pointer[acquaintance] // nil before the first term that served ended
 
 	servers   []*grpc.Server

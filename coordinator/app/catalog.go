@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/dormouse-run/dormouse/coordinator/internal/api"
@@ -23,7 +24,9 @@ type reign struct {
 	epoch     fence.Epoch
 	suspended bool
 	began     time.Time
-	end       context.CancelCauseFunc
+	// deceived: a node has shown that the catalog had lost something before this term began to serve it.
+	deceived atomic.Bool
+	end      context.CancelCauseFunc
 }
 
 // heal serves a term in which the catalog is suspended: nodes may open sessions, so that their journals can be read, and
@@ -62,9 +65,6 @@ func (a *App) heal(ctx context.Context, epoch fence.Epoch, why catalog.Suspensio
 	a.registry.Resign(context.Cause(ctx))
 	return context.Cause(ctx)
 }
-
-// returnTime is how long nodes may take to come to a coordinator that began to lead.
-const returnTime = 15 * time.Second
 
 // repair rebuilds a suspended catalog from the nodes' journals and takes it into service, if that loses nothing, or nothing but
 // what the caller accepts: what nobody knows, and what nodes know that the caller names. Found is given in any case.
@@ -106,8 +106,9 @@ func (a *App) repair(ctx context.Context, acceptLoss bool, without []string) (fo
 	if doubts := a.doubts(*st.Suspended, survey); len(doubts) > 0 && !acceptLoss {
 		return survey.Findings, errs.New(errs.CatalogRewound, "what the catalog lost is not all known: %s; go on without with \"dormouse admin catalog repair --accept-loss\"", strings.Join(doubts, "; "))
 	}
-	if left := returnTime - time.Since(t.began); left > 0 && !a.knows(st.Suspended.Witness) {
-		return survey.Findings, errs.New(errs.CatalogRewound, "this coordinator has just begun to lead, and nodes that it does not know may be on their way; ask again in %s", left.Round(time.Second))
+	if left := a.cfg.Nodes.ReturnTime - time.Since(t.began); left > 0 && !a.knows(st.Suspended.Witness) {
+		return survey.Findings, errs.New(errs.CatalogRewound, "this coordinator has just begun to lead, and nodes that it does not know may be on their way (%s); ask again in %s",
+			a.spoken(), left.Round(time.Second))
 	}
 	spoil(survey, acceptLoss)
 	if err := a.repairer().Repair(ctx, t.epoch, survey); err != nil {
@@ -166,6 +167,23 @@ func (a *App) doubts(why catalog.Suspension, s *repair.Survey) []string {
 		all = append(all[:10], fmt.Sprintf("and %d more", len(all)-10))
 	}
 	return all
+}
+
+// spoken says which nodes have come in this term.
+func (a *App) spoken() string {
+	var names []string
+	for _, v := range a.registry.Views() {
+		if v.Online {
+			names = append(names, v.Name)
+		}
+	}
+	switch n := len(names); {
+	case n == 0:
+		return "none has come yet"
+	case n > 10:
+		return fmt.Sprintf("%s and %d more have come", strings.Join(names[:10], ", "), n-10)
+	}
+	return strings.Join(names, ", ") + " came, and no other yet"
 }
 
 func (a *App) repairer() *repair.Repairer {

@@ -77,6 +77,7 @@ type Config struct {
 		Missed        int           `yaml:"missed" usage:"heartbeats missed before a node is away"`
 		OrphansEvery  time.Duration `yaml:"orphans_every" usage:"how long after one look for orphans on a node the next one comes"`
 		OrphanGrace   time.Duration `yaml:"orphan_grace" usage:"how long what only a node's own journal calls deleted is kept all the same"`
+		ReturnTime    time.Duration `yaml:"return_time" usage:"how long nodes that a coordinator does not know may take to come to it, before it takes an operator's word that something is lost"`
 		PlacementWait time.Duration `yaml:"placement_wait" usage:"how long a node that is away is waited for when no other fits"`
 	} `yaml:"nodes"`
 	Operations struct {
@@ -111,6 +112,7 @@ func DefaultConfig() Config {
 	c.Nodes.PlacementWait = 10 * time.Second
 	c.Nodes.OrphansEvery = 10 * time.Minute
 	c.Nodes.OrphanGrace = 10 * time.Minute
+	c.Nodes.ReturnTime = 15 * time.Second
 	c.Operations.Parallel = 4
 	c.Operations.MaxPending = 8192
 	c.Operations.DeletionsPerNode = 4
@@ -154,6 +156,9 @@ func (c *Config) Validate() error {
 	}
 	if c.Nodes.Heartbeat < 10*time.Millisecond || c.Nodes.Missed < 2 {
 		fail("nodes", "a heartbeat of at least 10ms, and at least 2 missed")
+	}
+	if c.Nodes.ReturnTime < 0 || c.Nodes.ReturnTime > time.Hour {
+		fail("nodes.return_time", "0 to 1h")
 	}
 	if c.Nodes.OrphansEvery < time.Second || c.Nodes.OrphanGrace < 0 {
 		fail("nodes.orphans_every", "at least 1s, and no grace below 0")

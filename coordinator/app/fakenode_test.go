@@ -49,6 +49,7 @@ type fakeNode struct {
 	sandboxes map[string]*nodev1.SandboxObservation
 	snapshots map[string]*nodev1.SnapshotObservation
 	volumes   map[string]*nodev1.VolumeObservation
+	journal   map[string]*nodev1.JournalEntry // what it tells of single records, by key
 	number    uint64
 	asked     int                       // to resume
 	turns     []dormousev1.SandboxPhase // what pauses and resumes came to
@@ -310,8 +311,15 @@ func (n *fakeNode) DeleteVolume(_ context.Context, req *nodev1.DeleteVolumeReque
 
 func (n *fakeNode) ReadJournal(ctx context.Context, req *nodev1.ReadJournalRequest) (*nodev1.ReadJournalResponse, error) {
 	n.mu.Lock()
-	read := n.read
+	read, entry := n.read, n.journal[req.GetKey()]
 	n.mu.Unlock()
+	if req.GetKey() != "" {
+		resp := new(nodev1.ReadJournalResponse)
+		if entry != nil {
+			resp.Entries = append(resp.Entries, entry)
+		}
+		return resp, nil
+	}
 	if read != nil {
 		read()
 	}

@@ -94,16 +94,18 @@ func (a *App) term(ctx context.Context, epoch fence.Epoch, asked time.Time) erro
 	if err != nil {
 		return a.resign(cancel, epoch, fmt.Errorf("compare the catalog with what was seen of it: %w", err))
 	}
-	a.inForce.Store(&reign{epoch: epoch, suspended: why != nil, began: time.Now(), end: cancel})
+	t := &reign{epoch: epoch, suspended: why != nil, began: time.Now(), end: cancel}
+	a.inForce.Store(t)
 	defer a.inForce.Store(nil)
 	if why != nil {
 		return a.resign(cancel, epoch, a.heal(ctx, epoch, *why))
 	}
-	return a.resign(cancel, epoch, a.serveTerm(ctx, epoch, generation, replaced, cancel, log))
+	return a.resign(cancel, epoch, a.serveTerm(ctx, t, generation, replaced, log))
 }
 
 // serveTerm reads the catalog and drives its operations until the term ends, and gives the reason.
-func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint64, replaced <-chan struct{}, end context.CancelCauseFunc, log *slog.Logger) error {
+func (a *App) serveTerm(ctx context.Context, t *reign, generation uint64, replaced <-chan struct{}, log *slog.Logger) error {
+	epoch, end := t.epoch, t.end
 	if err := a.registry.Lead(ctx); err != nil {
 		return fmt.Errorf("read the nodes: %w", err)
 	}
@@ -140,26 +142,36 @@ func (a *App) serveTerm(ctx context.Context, epoch fence.Epoch, generation uint6
 	a.registry.Resign(reason)
 	engine.Stop(reason)
 	beside.Wait()
-	a.remember(mirror.Unplaced())
+	a.remember(mirror.Unplaced(), t.deceived.Load())
 	return reason
 }
 
 // acquaintance is what this process knows from the terms in which it served.
 type acquaintance struct {
-	incarnations map[string]struct{}
+	// incarnations are the catalogs that were served, and up to which sequence.
+	incarnations map[string]uint64
 	nodes        map[string]struct{}
 	// unplaced is what concerned no node, of the last term that followed the change log.
 	unplaced journal.Unplaced
 }
 
-// remember keeps which catalog was served, which nodes there were, and what concerned none.
-func (a *App) remember(unplaced journal.Unplaced) {
-	now := &acquaintance{unplaced: unplaced, incarnations: map[string]struct{}{a.store.Seen().Incarnation: {}}, nodes: make(map[string]struct{})}
+// remember keeps which catalog was served, which nodes there were, and what concerned none. Of a catalog that had lost something already it
+// keeps the nodes alone: that it was served is no acquaintance with what it was before.
+func (a *App) remember(unplaced journal.Unplaced, deceived bool) {
+	now := &acquaintance{incarnations: make(map[string]uint64), nodes: make(map[string]struct{})}
 	if before := a.served.Load(); before != nil {
 		maps.Copy(now.incarnations, before.incarnations)
 		maps.Copy(now.nodes, before.nodes)
-		if unplaced.To.IsZero() {
-			now.unplaced = before.unplaced
+		now.unplaced = before.unplaced
+	}
+	if !deceived {
+		for _, p := range []catalog.Point{a.store.Seen(), unplaced.To} {
+			if !p.IsZero() {
+				now.incarnations[p.Incarnation] = max(now.incarnations[p.Incarnation], p.Seq)
+			}
+		}
+		if !unplaced.To.IsZero() {
+			now.unplaced = unplaced
 		}
 	}
 	for _, v := range a.registry.Views() {
@@ -168,15 +180,15 @@ func (a *App) remember(unplaced journal.Unplaced) {
 	a.served.Store(now)
 }
 
-// knows tells whether this process has served the catalog that a witness is of, and so knows the nodes that it had. Who served
-// an emptied one, or one that a backup is then restored into, does not.
+// knows tells whether this process has served the catalog that a witness is of, as far as that, and so knows the nodes that it had. Who served
+// an emptied one, one that had come back older before, or one that a backup is then restored into, does not.
 func (a *App) knows(witness catalog.Point) bool {
 	served := a.served.Load()
 	if served == nil {
 		return false
 	}
-	_, ok := served.incarnations[witness.Incarnation]
-	return ok && !witness.IsZero()
+	upTo, ok := served.incarnations[witness.Incarnation]
+	return ok && upTo >= witness.Seq && !witness.IsZero()
 }
 
 // resign releases the lease, so that another need not wait for its end.

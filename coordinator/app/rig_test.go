@@ -119,6 +119,7 @@ func newRig(t *testing.T, change ...func(*app.Config)) *rig {
 	r.cfg.Lease.TTL = 20 * time.Second
 	r.cfg.Nodes.Heartbeat = 100 * time.Millisecond
 	r.cfg.Nodes.Missed = 200
+	r.cfg.Nodes.ReturnTime = 0 // tests of it override it
 	r.cfg.Stop = time.Second
 	for _, c := range change {
 		c(&r.cfg)

@@ -100,9 +100,17 @@ func (a *App) witness(ctx context.Context, node string, seen ...catalog.Point) e
 		}
 	}
 	if lost && !t.suspended {
-		err := catalog.Refusal(errs.CatalogRewound)
-		t.end(err)
-		return err
+		// If it has all that this process has seen of it, it was older before this term.
+		relation, err := a.store.Compare(ctx, a.store.Seen())
+		if err != nil {
+			return err
+		}
+		if !relation.Missing() {
+			t.deceived.Store(true)
+		}
+		refusal := catalog.Refusal(errs.CatalogRewound)
+		t.end(refusal)
+		return refusal
 	}
 	return nil
 }
@@ -183,7 +191,7 @@ func (nothing) Confirms(context.Context, catalog.Key, catalog.Point) (bool, erro
 	return false, catalog.Refusal(errs.CatalogRewound)
 }
 
-func (nothing) DropOrphan(context.Context, string, catalog.Key) (fence.Epoch, error) {
+func (nothing) DropOrphan(context.Context, string, catalog.Key, string) (fence.Epoch, error) {
 	return 0, catalog.Refusal(errs.CatalogRewound)
 }
 

@@ -2,6 +2,8 @@ package app_test
 
 import (
 	"context"
+	"io"
+	"strings"
 	"testing"
 	"time"
 
@@ -84,6 +86,35 @@ func TestC21WitnessSuspends(t *testing.T) {
 	if _, err := sandboxes.CreateSandbox(ctx, box("after")); err != nil {
 		t.Error(err)
 	}
+}
+
+// A coordinator that has just begun, on a catalog that came back older before, is told so by the first node that comes. Others, of which that catalog does not know, may be
+// on their way: whatever an operator accepts, it waits for them, and says who has come. One that has known them all does not.
+func TestC21OperatorsWordWaitsForTheNodes(t *testing.T) {
+	r := newRig(t, func(c *app.Config) { c.Nodes.ReturnTime = time.Hour })
+	head := r.status().GetHead()
+	n := newFakeNode(t, r.pki, "n1")
+	n.witness = &nodev1.CatalogPoint{Incarnation: head.GetIncarnation(), Seq: head.GetSeq() + 100, Digest: "of what was lost"}
+	wantReason(t, n.dial(r.app.Addresses("node")[0], 20*time.Millisecond), errs.CatalogRewound)
+	eventually(t, "the node is let in", func() bool { return n.dial(r.app.Addresses("node")[0], 20*time.Millisecond) == nil })
+	keeper, accept := dormousev1.NewCatalogServiceClient(r.conn(r.root)), &dormousev1.RepairCatalogRequest{WithoutNodes: []string{"n1"}, AcceptLoss: true}
+	_, err := keeper.RepairCatalog(context.Background(), accept)
+	if env := wantEnvelope(t, err, errs.CatalogRewound); !strings.Contains(env.Message, "n1 came, and no other yet") {
+		t.Errorf("it does not say who has come: %v", err)
+	}
+	if why := r.status().GetSuspended(); why == nil {
+		t.Error("it was taken into service")
+	}
+	r.app.Stop()
+	r.cfg.Nodes.ReturnTime = 0
+	if r.app, err = app.Start(context.Background(), r.cfg, app.WithStore(r.store), app.WithLog(io.Discard)); err != nil {
+		t.Fatal(err)
+	}
+	keeper = dormousev1.NewCatalogServiceClient(r.conn(r.root))
+	eventually(t, "it is taken into service when the time is over", func() bool {
+		_, err := keeper.RepairCatalog(context.Background(), accept)
+		return err == nil
+	})
 }
 
 // A server that was restarted on all of its data is proven to have it: the term, and the sessions of nodes, go on. It may be a newer

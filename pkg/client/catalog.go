@@ -78,6 +78,21 @@ func (c *Client) CompactCatalog(ctx context.Context) (total int64, err error) {
 	}
 }
 
+// DropOrphan has a node remove what it holds without a record, if it is proven that it was deleted or that a repair gave it up, or with acceptLoss all the
+// same. One that the node does not have is Absent in the answer. For operators.
+func (c *Client) DropOrphan(ctx context.Context, node, uid string, acceptLoss bool) (*dormousev1.DropOrphanResponse, error) {
+	return retry(ctx, func(ctx context.Context) (*dormousev1.DropOrphanResponse, error) {
+		return c.catalog.DropOrphan(ctx, &dormousev1.DropOrphanRequest{Node: node, Uid: uid, AcceptLoss: acceptLoss})
+	})
+}
+
+// AdoptOrphan gives a record again to what a node holds and a repair of the catalog gave up. For operators.
+func (c *Client) AdoptOrphan(ctx context.Context, node, uid string) (*dormousev1.AdoptOrphanResponse, error) {
+	return retry(ctx, func(ctx context.Context) (*dormousev1.AdoptOrphanResponse, error) {
+		return c.catalog.AdoptOrphan(ctx, &dormousev1.AdoptOrphanRequest{Node: node, Uid: uid})
+	})
+}
+
 // BackupCatalog gives a backup message by message: the header, entries, and the end. It is tried once: what was given is of no use
 // without the end. For operators.
 func (c *Client) BackupCatalog(ctx context.Context) iter.Seq2[*dormousev1.BackupCatalogResponse, error] {

@@ -55,6 +55,7 @@ const (
 	VolumeDiverged        Reason = "VOLUME_DIVERGED"         // details: volume, path
 	CatalogNotEmpty       Reason = "CATALOG_NOT_EMPTY"       // a backup is restored into an empty catalog only; details: kind
 	RestoreUnfinished     Reason = "RESTORE_UNFINISHED"      // a backup's records are not all in yet; details: backup_id
+	OrphanUnproven        Reason = "ORPHAN_UNPROVEN"         // what a node holds without a record may be the last copy; details: uid, node
 	IncompatibleRuntime   Reason = "INCOMPATIBLE_RUNTIME"    // details: want, has
 	IncompatibleNode      Reason = "INCOMPATIBLE_NODE"       // CPU features, image path; details: node, missing
 
@@ -153,7 +154,7 @@ var table = map[Reason]row{
 
 	StaleUID: conflict, StaleRevision: conflict, OperationBodyMismatch: conflict,
 	OperationExpired: conflict, NameTaken: conflict, AlreadyAttached: conflict,
-	StillReferenced: conflict, WrongPhase: conflict, SandboxPaused: conflict, VolumeDiverged: conflict,
+	StillReferenced: conflict, WrongPhase: conflict, SandboxPaused: conflict, VolumeDiverged: conflict, OrphanUnproven: conflict,
 	IncompatibleRuntime: conflict, IncompatibleNode: conflict, CatalogNotEmpty: conflict, RestoreUnfinished: conflict,
 	IdentityMismatch: conflict, AttemptVoid: conflict, ResumeTooOld: conflict, InputTaken: conflict,
 

@@ -97,7 +97,7 @@ func Coordinator() []string {
 		around("repair", "commit"),
 		// What a node still has although it was deleted: suspected, proven, removed by the node, and said.
 		after("orphan", "suspect", "proof"),
-		around("orphan", "remove"),
+		around("orphan", "remove", "adopt"),
 		after("orphan", "event"),
 		// A backup that is put into an empty catalog.
 		around("restore", "begin", "records", "end"),

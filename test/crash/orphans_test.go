@@ -235,5 +235,66 @@ func orphanRows() (all []row) {
 		}
 		add(coordinator, of.name, orphan(coordinator, of.do, of.traced), points...)
 	}
+	add(coordinator, "given-up-drop", givenUp(false), "orphan.remove.before", "orphan.remove.after", "orphan.event.after")
+	add(coordinator, "given-up-adopt", givenUp(true), "orphan.adopt.before", "orphan.adopt.after", "orphan.adopt.before+orphan.adopt.after")
+	add(agentd, "given-up-drop", givenUp(false), "volume.trash.before", "volume.trash.after", "volume.forget.after", "command.keep.before")
 	return all
+}
+
+// givenUp has a daemon die while an operator drops, or adopts, what a repair went on without: a volume that only the node knew, which was away. Orphans are
+// looked for all the time meanwhile, and it is none of theirs.
+func givenUp(adopt bool) scenario {
+	return func(w *world) operation {
+		kept := filepath.Join(w.TempDir(), "redis")
+		w.ok(w.KillRedis(w.ctx))
+		w.ok(w.CopyRedis(kept))
+		w.ok(w.StartRedis(w.ctx))
+		w.online()
+		thing := aVolume(w)
+		before, err := w.journaled(w.ctx)
+		w.ok(err)
+		w.ok(w.StopAgentd(w.ctx, 1))
+		w.ok(w.KillRedis(w.ctx))
+		w.ok(w.RewindRedis(kept))
+		w.ok(w.StartRedis(w.ctx))
+		w.await("it goes on without the node", func() error {
+			st, err := w.Client.CatalogStatus(w.ctx)
+			if err != nil || st.GetSuspended() == nil && st.GetHead().GetIncarnation() != before {
+				return err
+			}
+			_, err = w.Client.RepairCatalog(w.ctx, true, stack.NodeName(1))
+			return errors.Join(err, errors.New("it is not in service yet"))
+		})
+		w.ok(w.StartAgentdReady(w.ctx, 1))
+		w.online()
+		_, err = w.journaled(w.ctx)
+		w.ok(err)
+		return operation{
+			run: func(ctx context.Context) error {
+				if adopt {
+					_, err := w.Client.AdoptOrphan(ctx, stack.NodeName(1), thing.uid)
+					return err
+				}
+				_, err := w.Client.DropOrphan(ctx, stack.NodeName(1), thing.uid, false)
+				return err
+			},
+			check: func() {
+				w.online()
+				if err := w.absent(thing); adopt == (err == nil) {
+					w.Errorf("adopted %v: %v", adopt, err)
+				}
+				if adopt {
+					w.ok(thing.drop(w.ctx))
+				}
+				w.await("nothing differs", func() error {
+					found, err := client.Collect(w.Client.VerifyCatalog(w.ctx))
+					if err == nil && len(found) > 0 {
+						err = fmt.Errorf("different: %v", found)
+					}
+					return err
+				})
+			},
+			clean: func() {},
+		}
+	}
 }

@@ -19,6 +19,8 @@
 //     that is the word of a catalog that came back older. In the next one, which goes on from a repair, what the repair did without
 //     does not count any more: else what became of it since would not be kept.
 //   - What a whole did not send, when it ended, and what its own history had seen is deleted, or another node's by now: a trace says so.
+//     What an earlier incarnation had seen may also be what a repair went on without: its trace says that it was given up, and has all that it was. That proves
+//     no deletion, and makes way for the same record if it is adopted.
 //   - The traces of what was deleted are bounded (MaxDeleted); the oldest go first.
 //   - A file that cannot be read is put aside and a new one begun: the coordinator sends the whole again. It is a copy,
 //     and nothing that runs depends on it; the log and `agentctl doctor` say what was put aside.
@@ -251,7 +253,7 @@ func keep(tx *bolt.Tx, e *nodev1.JournalEntry, at *nodev1.CatalogPoint, whole ui
 			return err
 		}
 		higher := old.GetRevision() > e.GetRevision() || old.GetDeleted() && !e.GetDeleted() && old.GetRevision() >= e.GetRevision()
-		if higher && old.GetPoint().GetIncarnation() == at.GetIncarnation() {
+		if higher && !old.GetGivenUp() && old.GetPoint().GetIncarnation() == at.GetIncarnation() {
 			return nil
 		}
 		if old.GetDeleted() {
@@ -306,6 +308,10 @@ func buryUnsent(tx *bolt.Tx, at *nodev1.CatalogPoint, whole uint64) error {
 	})
 	for _, e := range unsent {
 		trace := &nodev1.JournalEntry{Tenant: e.GetTenant(), Kind: e.GetKind(), Uid: e.GetUid(), Revision: e.GetRevision(), Seq: at.GetSeq(), Deleted: true}
+		if e.GetPoint().GetIncarnation() != at.GetIncarnation() {
+			trace = proto.CloneOf(e)
+			trace.Seq, trace.Deleted, trace.GivenUp = at.GetSeq(), true, true
+		}
 		err = errors.Join(err, keep(tx, trace, at, whole))
 	}
 	return err

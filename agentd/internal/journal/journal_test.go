@@ -137,6 +137,31 @@ func TestC21TheNextIncarnationCounts(t *testing.T) {
 	}
 }
 
+// What an earlier incarnation had, and a repair went on without, is given up, not deleted: that is told apart from what was deleted, keeps all that it was, and makes way
+// when it is adopted, with whatever revision.
+func TestWhatARepairGaveUpIsKept(t *testing.T) {
+	j := begin(t, t.TempDir())
+	j.must(t, &nodev1.Journal{Point: at(20), WholeBegins: true, WholeEnds: true, Entries: []*nodev1.JournalEntry{box("a", 5), box("b", 3), box("c", 2)}})
+	next := &nodev1.CatalogPoint{Incarnation: "next", Seq: 31, Digest: "x"}
+	j.must(t, &nodev1.Journal{Point: next, WholeBegins: true, WholeEnds: true, Complete: next, Entries: []*nodev1.JournalEntry{box("a", 3), gone("b", 4, 30)}})
+	j.want(t, "a@3", "b@4 deleted", "c@2 deleted")
+	key := func(name string) string { return string(keyOf(box(name, 1))) }
+	kept, err := j.Get(key("c"))
+	want := box("c", 2)
+	want.Seq, want.Deleted, want.GivenUp, want.Point = 31, true, true, next
+	if err != nil || !proto.Equal(kept, want) {
+		t.Errorf("what was given up is %v, %v; want %v", kept, err, want)
+	}
+	if b, err := j.Get(key("b")); err != nil || b.GetGivenUp() {
+		t.Errorf("what was deleted is %v, %v", b, err)
+	}
+	j.must(t, &nodev1.Journal{Point: next, Entries: []*nodev1.JournalEntry{box("c", 1)}})
+	j.want(t, "a@3", "b@4 deleted", "c@1")
+	if got := number(j.traces(t)); got != 1 {
+		t.Errorf("%d traces are counted", got)
+	}
+}
+
 // What a whole did not send is gone, if its history had seen it: a catalog that comes back with it has come back older.
 func TestWholeBuriesWhatItDoesNotSend(t *testing.T) {
 	j := begin(t, t.TempDir())

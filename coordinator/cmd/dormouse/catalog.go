@@ -34,6 +34,19 @@ func catalogCommands() *cli.Command {
 			Action: action(0, 0, repairCatalog),
 		},
 		{
+			Name: "drop", Usage: "have a node remove what it holds without a record", ArgsUsage: "UID...",
+			Description: "For what \"catalog verify\" calls unrecorded. What was deleted, or given up by a repair that went on without its node, is dropped as such;\n" +
+				"what nothing proves that of may be the last copy, and is dropped with --accept-loss only. What has a record is refused.",
+			Flags:  callFlags(false, orphanNode(), &cli.BoolFlag{Name: "accept-loss", Usage: "drop it although it may be the last copy"}),
+			Action: action(1, -1, dropOrphans),
+		},
+		{
+			Name: "adopt", Usage: "take back what a repair gave up and a node still holds", ArgsUsage: "UID...",
+			Description: "It gets the record again that the node's journal has of it, without its name if another has that by now. What it refers to has to be there:\n" +
+				"adopt volumes first, then snapshots, then sandboxes. The coordinator begins to lead anew after each, which calls in progress notice for a moment.",
+			Flags: callFlags(false, orphanNode()), Action: action(1, -1, adoptOrphans),
+		},
+		{
 			Name: "compact", Usage: "forget the traces of what was deleted long ago; the coordinator does so by itself now and then",
 			Flags: callFlags(false), Action: action(0, 0, func(c call) error {
 				n, err := c.client.CompactCatalog(c.ctx)
@@ -45,6 +58,40 @@ func catalogCommands() *cli.Command {
 			}),
 		},
 	}, backupCommands()...)}
+}
+
+func orphanNode() cli.Flag {
+	return &cli.StringFlag{Name: "node", Required: true, Usage: "the node that holds it"}
+}
+
+func dropOrphans(c call) error {
+	for _, uid := range c.Args().Slice() {
+		resp, err := c.client.DropOrphan(c.ctx, c.String("node"), uid, c.Bool("accept-loss"))
+		if err != nil {
+			return err
+		}
+		text := fmt.Sprintf("dropped %s %s of %s", resp.GetKind(), uid, resp.GetTenant())
+		if resp.GetAbsent() {
+			text = fmt.Sprintf("node %s has no %s", c.String("node"), uid)
+		}
+		if _, err := fmt.Fprintln(c.App.Writer, text); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func adoptOrphans(c call) error {
+	for _, uid := range c.Args().Slice() {
+		resp, err := c.client.AdoptOrphan(c.ctx, c.String("node"), uid)
+		if err != nil {
+			return err
+		}
+		if _, err := fmt.Fprintf(c.App.Writer, "adopted %s %s of %s as %q\n", resp.GetKind(), uid, resp.GetTenant(), resp.GetName()); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func pointText(p *dormousev1.HistoryPoint) string {

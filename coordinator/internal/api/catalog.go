@@ -36,6 +36,11 @@ type Catalog interface {
 	Repair(ctx context.Context, acceptLoss bool, without []string) ([]repair.Finding, error)
 	// Compact forgets a bounded number of expired tombstones, and tells whether there may be more.
 	Compact(ctx context.Context) (forgotten int, more bool, err error)
+	// DropOrphan has a node remove what no record names, with a proof that it was deleted or given up, or accepting that it may be the last copy. Absent: the node
+	// does not have it, and its key is not known.
+	DropOrphan(ctx context.Context, node, uid string, acceptLoss bool) (key catalog.Key, absent bool, err error)
+	// AdoptOrphan gives a record again to what a node holds and a repair gave up, and tells its name.
+	AdoptOrphan(ctx context.Context, node, uid string) (key catalog.Key, name string, err error)
 	// Backup gives a header, entries, and the end.
 	Backup(ctx context.Context, begin func(*dormousev1.CatalogBackupHeader) error, emit func(*dormousev1.CatalogBackupEntry) error) (*dormousev1.CatalogBackupEnd, error)
 	// BeginRestore, RestoreRecords and EndRestore may all be repeated. RestoreRecords gives those that refer to what is not there yet.
@@ -197,4 +202,39 @@ func (s catalogService) CompactCatalog(ctx context.Context, _ *dormousev1.Compac
 	}
 	n, more, err := s.cfg.Catalog.Compact(ctx)
 	return &dormousev1.CompactCatalogResponse{Forgotten: int64(n), More: more}, err
+}
+
+// DropOrphan implements CatalogService.
+func (s catalogService) DropOrphan(ctx context.Context, req *dormousev1.DropOrphanRequest) (*dormousev1.DropOrphanResponse, error) {
+	if err := orphanNamed(ctx, req.GetNode(), req.GetUid()); err != nil {
+		return nil, err
+	}
+	key, absent, err := s.cfg.Catalog.DropOrphan(ctx, req.GetNode(), req.GetUid(), req.GetAcceptLoss())
+	if err != nil {
+		return nil, err
+	}
+	return &dormousev1.DropOrphanResponse{Kind: string(key.Kind), Tenant: key.Tenant, Absent: absent}, nil
+}
+
+// AdoptOrphan implements CatalogService.
+func (s catalogService) AdoptOrphan(ctx context.Context, req *dormousev1.AdoptOrphanRequest) (*dormousev1.AdoptOrphanResponse, error) {
+	if err := orphanNamed(ctx, req.GetNode(), req.GetUid()); err != nil {
+		return nil, err
+	}
+	key, name, err := s.cfg.Catalog.AdoptOrphan(ctx, req.GetNode(), req.GetUid())
+	if err != nil {
+		return nil, err
+	}
+	return &dormousev1.AdoptOrphanResponse{Kind: string(key.Kind), Tenant: key.Tenant, Name: name}, nil
+}
+
+// orphanNamed lets operators in who name a node and a uid.
+func orphanNamed(ctx context.Context, node, uid string) error {
+	if _, err := auth.Operator(ctx); err != nil {
+		return err
+	}
+	if err := catalog.ValidateNode(node); err != nil {
+		return err
+	}
+	return checkUID("uid", uid)
 }

@@ -94,6 +94,14 @@ func (*willing) Repair(context.Context, bool, []string) ([]repair.Finding, error
 
 func (*willing) Compact(context.Context) (int, bool, error) { return 0, false, nil }
 
+func (*willing) DropOrphan(context.Context, string, string, bool) (catalog.Key, bool, error) {
+	return catalog.Key{}, true, nil
+}
+
+func (*willing) AdoptOrphan(context.Context, string, string) (catalog.Key, string, error) {
+	return catalog.Key{}, "", nil
+}
+
 func (*willing) Backup(_ context.Context, begin func(*dormousev1.CatalogBackupHeader) error, emit func(*dormousev1.CatalogBackupEntry) error) (*dormousev1.CatalogBackupEnd, error) {
 	if err := begin(&dormousev1.CatalogBackupHeader{}); err != nil {
 		return nil, err

@@ -121,9 +121,11 @@ func (e *Engine) insist(ctx context.Context, t *task, node, step string, f func(
 		err := e.call(ctx, t, node, id, f)
 		env, ok := isFinal(err)
 		if !ok {
+			t.stuck.meet(nil)
 			return err
 		}
 		t.last.Store(env)
+		e.blocked(ctx, t, node, env)
 		e.log.Error("a node refuses to delete; it will be asked again", "operation", t.op.ID, "node", node, "step", step, "error", env)
 		if delay, err = e.pauseStanding(ctx, t, delay); err != nil {
 			return err

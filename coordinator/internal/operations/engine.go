@@ -131,6 +131,7 @@ type task struct {
 	secrets map[string]string
 	leave   func() // ends the turn of a deletion; nil while it has none
 	done    chan struct{}
+	stuck   obstacle
 	last    atomic.Pointer[errs.Error] // the last passing failure, for callers that stop waiting
 	until   atomic.Pointer[time.Time]  // the latest deadline of its callers; nil: none said one
 }

@@ -79,9 +79,16 @@ func (e *Engine) Confirms(ctx context.Context, key catalog.Key, p catalog.Point)
 	return err == nil && verdicts[key] != Owned, err
 }
 
-// DropOrphan has a node remove what it still holds although it was deleted for certain, in its turn like any deletion,
-// and says so by an event. The node refuses it (FENCED) in another session than the one in force.
-func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (session fence.Epoch, err error) {
+// Why an orphan is dropped, as its event says.
+const (
+	WasDeleted  = "it was deleted"
+	WasGivenUp  = "a repair of the catalog went on without it, and an operator dropped it"
+	WasAccepted = "nothing proves that it was deleted, and an operator accepted its loss"
+)
+
+// DropOrphan has a node remove what it still holds although it was deleted for certain, or an operator gave it up, in its turn like any deletion,
+// and says so, and why, by an event. The node refuses it (FENCED) in another session than the one in force.
+func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key, why string) (session fence.Epoch, err error) {
 	leave, err := e.turns.take(ctx, node, key.Tenant)
 	if err != nil {
 		return 0, err
@@ -103,7 +110,7 @@ func (e *Engine) DropOrphan(ctx context.Context, node string, key catalog.Key) (
 	}
 	fault.At("orphan.remove.after")
 	_, err = e.publish(ctx, func(context.Context, catalog.Reader) (catalog.Commit, error) {
-		ev, err := e.event(key, "OrphanRemoved", "it was deleted, and node "+node+" still held it", true)
+		ev, err := e.event(key, "OrphanRemoved", why+"; node "+node+" still held it", true)
 		return catalog.Commit{Puts: []catalog.Put{ev}}, err
 	})
 	if err != nil {

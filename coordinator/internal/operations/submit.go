@@ -198,14 +198,21 @@ func (e *Engine) await(ctx context.Context, op *Operation, secrets map[string]st
 	t.allow(ctx)
 	ctx, cancel := beforeDeadline(ctx)
 	defer cancel()
-	select {
-	case <-t.done:
-		if t.op.State == Pending {
-			return nil, lostTerm(op)
+	for {
+		obstacle, met := t.stuck.look()
+		if obstacle != nil && !closed(t.done) {
+			return nil, obstacle
 		}
-		return t.op, nil
-	case <-ctx.Done():
-		return nil, stillGoing(ctx, t, op)
+		select {
+		case <-t.done:
+			if t.op.State == Pending {
+				return nil, lostTerm(op)
+			}
+			return t.op, nil
+		case <-met:
+		case <-ctx.Done():
+			return nil, stillGoing(ctx, t, op)
+		}
 	}
 }
 

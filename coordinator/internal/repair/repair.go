@@ -202,7 +202,10 @@ func (r *Repairer) unrecorded(ctx context.Context, node string, there map[catalo
 			if _, ok := have[k]; ok {
 				continue
 			}
-			message := "no record names it and nothing proves that it was deleted: it is left alone"
+			message := fmt.Sprintf("no record names it and nothing proves that it was deleted: it is left alone; \"dormouse admin catalog drop --node %s --accept-loss %s\" drops it all the same", node, k.UID)
+			if r.givenUp[k] {
+				message = fmt.Sprintf("a repair went on without it: take it back with \"dormouse admin catalog adopt --node %s %s\", or drop it with \"dormouse admin catalog drop --node %s %s\"", node, k.UID, node, k.UID)
+			}
 			if _, err := r.Store.Tombstone(ctx, k); err == nil {
 				message = "it was deleted; the node is told to remove it by the coordinator's next look at what it holds"
 			}

@@ -91,6 +91,9 @@ type Repairer struct {
 	Light bool
 	// Unplaced are the entries of what concerned no node, as far as they are known.
 	Unplaced []journal.Entry
+
+	// givenUp is what the journals that the last survey read say that a repair went on without.
+	givenUp map[catalog.Key]bool
 }
 
 // maxKnown bounds how many points a survey remembers the relation of.
@@ -110,6 +113,7 @@ func (r *Repairer) Survey(ctx context.Context, nodes []Node) (*Survey, error) {
 	s := &Survey{Away: make(map[string]string)}
 	lost := make(map[catalog.Key]journal.Entry)
 	known := make(map[catalog.Point]catalog.Relation)
+	r.givenUp = make(map[catalog.Key]bool)
 	for _, n := range nodes {
 		if !n.Online {
 			s.away(n.Name, "it is away")
@@ -166,6 +170,9 @@ func (r *Repairer) read(ctx context.Context, node string, known map[catalog.Poin
 		}
 		for _, p := range page.GetEntries() {
 			e, err := journal.EntryOf(node, p)
+			if err == nil && p.GetGivenUp() {
+				r.givenUp[e.Record.Key] = true
+			}
 			if err == nil {
 				err = r.consider(ctx, e, known, lost, s)
 			}

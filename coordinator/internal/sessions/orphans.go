@@ -22,7 +22,7 @@ import (
 //	deleted    the catalog has its tombstone: it is removed
 //	traced     no tombstone any more, but the node's own journal says that it was deleted, at a point of the history that the
 //	           catalog has: it is removed when two looks of one session found it so, at least OrphanGrace apart
-//	unproven   neither: it is left alone, counted and shown
+//	unproven   neither: it is left alone, counted and shown. What a repair of the catalog gave up is such a thing: an operator drops or adopts it
 //
 // A look reads the inventory before the records, since a record is made before what it names. What is deleted while it reads is owned still: its
 // operation removes it. One that could not read the inventory or the
@@ -139,7 +139,7 @@ func (r *Registry) settle(s *session, key catalog.Key, v operations.Verdict, l *
 	s.log.Warn("the node still holds what was deleted; it is told to remove it", "kind", key.Kind, "uid", key.UID)
 	ctx, cancel := context.WithTimeout(s.ctx, dropTime)
 	defer cancel()
-	_, err := s.term.work.DropOrphan(ctx, s.node, key)
+	_, err := s.term.work.DropOrphan(ctx, s.node, key, operations.WasDeleted)
 	switch {
 	case err == nil:
 		l.removed++
@@ -169,7 +169,7 @@ func (r *Registry) traced(s *session, key catalog.Key, l *look) (bool, error) {
 	}
 	l.asked++
 	e, err := r.cfg.Trace(s.ctx, s.node, key.String())
-	if err != nil || !e.GetDeleted() {
+	if err != nil || !e.GetDeleted() || e.GetGivenUp() {
 		return false, err
 	}
 	confirmed, err := s.term.work.Confirms(s.ctx, key, journal.PointOf(e.GetPoint()))
@@ -185,6 +185,18 @@ func (r *Registry) traced(s *session, key catalog.Key, l *look) (bool, error) {
 		fault.At("orphan.suspect.after")
 	}
 	return before && time.Since(first) >= r.cfg.OrphanGrace, nil
+}
+
+// LookAgain has the node looked at soon for what no record names.
+func (r *Registry) LookAgain(node string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if s := r.sessionOf(node); s != nil {
+		select {
+		case s.again <- struct{}{}:
+		default: // it will be
+		}
+	}
 }
 
 // Orphans tells how many were removed in this term, how many online nodes hold that are left alone, and how many of these

@@ -42,16 +42,17 @@ func TestOrphansAreRemovedWithProofOnly(t *testing.T) {
 	box := w.sandbox()
 	owned, buried := w.snapshot(box), w.buried(box)
 	w.leave(first)
-	traced, foreign, living, unproven, nameless := uid.New(), uid.New(), uid.New(), uid.New(), uid.New()
+	traced, foreign, living, unproven, nameless, givenUp := uid.New(), uid.New(), uid.New(), uid.New(), uid.New(), uid.New()
 	key := func(u string) string { return records.SnapshotKey(tenant, u).String() }
 	w.mu.Lock()
 	w.traces = map[string]*nodev1.JournalEntry{
 		key(traced):  {Deleted: true, Point: w.head()},
 		key(foreign): {Deleted: true, Point: &nodev1.CatalogPoint{Incarnation: "another", Seq: 3, Digest: "x"}},
 		key(living):  {Point: w.head()},
-		key(owned):   {Deleted: true, Point: w.head()}, // a record counts more
+		key(givenUp): {Deleted: true, GivenUp: true, Point: w.head()}, // by a repair, which deleted nothing
+		key(owned):   {Deleted: true, Point: w.head()},                // a record counts more
 	}
-	w.second = there(buried, living, unproven)
+	w.second = there(buried, living, unproven, givenUp)
 	w.second.UnownedArtefacts = []string{uid.New()}
 	w.mu.Unlock()
 	inv := there(owned, traced, foreign, nameless)
@@ -61,7 +62,7 @@ func TestOrphansAreRemovedWithProofOnly(t *testing.T) {
 	w.open()
 	w.eventually("those with a proof are removed, the others are counted", func() bool {
 		removed, held, unread := w.registry.Orphans()
-		return removed == 2 && held == 5 && unread == 0
+		return removed == 2 && held == 6 && unread == 0
 	})
 	told := w.agents.forget()
 	if len(told) != 2 || told[0] != buried || told[1] != traced { // the trace is believed at the second look only

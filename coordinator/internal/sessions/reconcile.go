@@ -21,7 +21,13 @@ func (r *Registry) reconcile(s *session) {
 	r.retry(s, "records and inventory were not compared; trying again", r.compare)
 	for s.ctx.Err() == nil {
 		r.retry(s, "what the node holds is not known, and nothing is removed there; looking again", r.look)
-		_ = wait.For(s.ctx, r.cfg.OrphansEvery)
+		timer := time.NewTimer(r.cfg.OrphansEvery)
+		select {
+		case <-timer.C:
+		case <-s.again:
+		case <-s.ctx.Done():
+		}
+		timer.Stop()
 	}
 }
 

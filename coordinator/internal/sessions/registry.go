@@ -57,7 +57,7 @@ type Work interface {
 	Moment(ctx context.Context) (seq uint64, err error)
 	Judge(ctx context.Context, moment uint64, keys []catalog.Key) (map[catalog.Key]operations.Verdict, error)
 	Confirms(ctx context.Context, key catalog.Key, deletedBy catalog.Point) (bool, error)
-	DropOrphan(ctx context.Context, node string, key catalog.Key) (fence.Epoch, error)
+	DropOrphan(ctx context.Context, node string, key catalog.Key, why string) (fence.Epoch, error)
 	Placed(node string) placement.Resources
 	Used(node string, uses []operations.Use)
 }

@@ -47,6 +47,8 @@ type session struct {
 	has     catalog.Point // what the node's journal reached to when it said hello
 	// suspects are what the node's journal alone says is deleted, with when that was seen first. Owned by reconcile.
 	suspects map[catalog.Key]time.Time
+	// again has a value when the node is to be looked at before its time.
+	again chan struct{}
 
 	sendMu sync.Mutex // gRPC wants one sender at a time
 	stream nodev1.SessionService_SessionServer
@@ -149,7 +151,7 @@ func (r *Registry) open(stream nodev1.SessionService_SessionServer, t *term, h *
 	if err != nil {
 		return nil, err
 	}
-	s := &session{node: h.GetNode(), address: h.GetAddress(), epoch: epoch, term: t, stream: stream,
+	s := &session{node: h.GetNode(), address: h.GetAddress(), epoch: epoch, term: t, stream: stream, again: make(chan struct{}, 1),
 		log: r.cfg.Log.With("node", h.GetNode(), "session", uint64(epoch), "epoch", uint64(t.epoch))}
 	s.ctx, s.cancel = context.WithCancelCause(t.ctx)
 	s.has = journal.PointOf(h.GetJournal())

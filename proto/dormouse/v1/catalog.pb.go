@@ -1093,6 +1093,244 @@ func (x *CompactCatalogResponse) GetMore() bool {
 	return false
 }
 
+type DropOrphanRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The node that holds it.
+	Node string `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	// Of a sandbox, snapshot or volume there.
+	Uid string `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// Drop it although nothing proves that it was deleted or given up: it may be the last copy.
+	AcceptLoss    bool `protobuf:"varint,3,opt,name=accept_loss,json=acceptLoss,proto3" json:"accept_loss,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DropOrphanRequest) Reset() {
+	*x = DropOrphanRequest{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DropOrphanRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DropOrphanRequest) ProtoMessage() {}
+
+func (x *DropOrphanRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DropOrphanRequest.ProtoReflect.Descriptor instead.
+func (*DropOrphanRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *DropOrphanRequest) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *DropOrphanRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *DropOrphanRequest) GetAcceptLoss() bool {
+	if x != nil {
+		return x.AcceptLoss
+	}
+	return false
+}
+
+type DropOrphanResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// sandbox, snapshot or volume.
+	Kind   string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	Tenant string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// The node did not have it, and no record says that it should.
+	Absent        bool `protobuf:"varint,3,opt,name=absent,proto3" json:"absent,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DropOrphanResponse) Reset() {
+	*x = DropOrphanResponse{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DropOrphanResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DropOrphanResponse) ProtoMessage() {}
+
+func (x *DropOrphanResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DropOrphanResponse.ProtoReflect.Descriptor instead.
+func (*DropOrphanResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *DropOrphanResponse) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *DropOrphanResponse) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *DropOrphanResponse) GetAbsent() bool {
+	if x != nil {
+		return x.Absent
+	}
+	return false
+}
+
+type AdoptOrphanRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptOrphanRequest) Reset() {
+	*x = AdoptOrphanRequest{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptOrphanRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptOrphanRequest) ProtoMessage() {}
+
+func (x *AdoptOrphanRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptOrphanRequest.ProtoReflect.Descriptor instead.
+func (*AdoptOrphanRequest) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *AdoptOrphanRequest) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *AdoptOrphanRequest) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+type AdoptOrphanResponse struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Kind   string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	Tenant string                 `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// Empty if it had none, or if another has it by now.
+	Name          string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdoptOrphanResponse) Reset() {
+	*x = AdoptOrphanResponse{}
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdoptOrphanResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdoptOrphanResponse) ProtoMessage() {}
+
+func (x *AdoptOrphanResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdoptOrphanResponse.ProtoReflect.Descriptor instead.
+func (*AdoptOrphanResponse) Descriptor() ([]byte, []int) {
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *AdoptOrphanResponse) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *AdoptOrphanResponse) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *AdoptOrphanResponse) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 type BackupCatalogRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1101,7 +1339,7 @@ type BackupCatalogRequest struct {
 
 func (x *BackupCatalogRequest) Reset() {
 	*x = BackupCatalogRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[15]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1113,7 +1351,7 @@ func (x *BackupCatalogRequest) String() string {
 func (*BackupCatalogRequest) ProtoMessage() {}
 
 func (x *BackupCatalogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[15]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1126,7 +1364,7 @@ func (x *BackupCatalogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BackupCatalogRequest.ProtoReflect.Descriptor instead.
 func (*BackupCatalogRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{15}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{19}
 }
 
 // CatalogRecord is one object as the catalog has it.
@@ -1151,7 +1389,7 @@ type CatalogRecord struct {
 
 func (x *CatalogRecord) Reset() {
 	*x = CatalogRecord{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[16]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1163,7 +1401,7 @@ func (x *CatalogRecord) String() string {
 func (*CatalogRecord) ProtoMessage() {}
 
 func (x *CatalogRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[16]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1176,7 +1414,7 @@ func (x *CatalogRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogRecord.ProtoReflect.Descriptor instead.
 func (*CatalogRecord) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{16}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CatalogRecord) GetTenant() string {
@@ -1269,7 +1507,7 @@ type CatalogReference struct {
 
 func (x *CatalogReference) Reset() {
 	*x = CatalogReference{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[17]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1281,7 +1519,7 @@ func (x *CatalogReference) String() string {
 func (*CatalogReference) ProtoMessage() {}
 
 func (x *CatalogReference) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[17]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1294,7 +1532,7 @@ func (x *CatalogReference) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogReference.ProtoReflect.Descriptor instead.
 func (*CatalogReference) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{17}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CatalogReference) GetTenant() string {
@@ -1338,7 +1576,7 @@ type CatalogBackupHeader struct {
 
 func (x *CatalogBackupHeader) Reset() {
 	*x = CatalogBackupHeader{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[18]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1350,7 +1588,7 @@ func (x *CatalogBackupHeader) String() string {
 func (*CatalogBackupHeader) ProtoMessage() {}
 
 func (x *CatalogBackupHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[18]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1363,7 +1601,7 @@ func (x *CatalogBackupHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogBackupHeader.ProtoReflect.Descriptor instead.
 func (*CatalogBackupHeader) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{18}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CatalogBackupHeader) GetTime() *timestamppb.Timestamp {
@@ -1401,7 +1639,7 @@ type CatalogBackupEntry struct {
 
 func (x *CatalogBackupEntry) Reset() {
 	*x = CatalogBackupEntry{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[19]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1413,7 +1651,7 @@ func (x *CatalogBackupEntry) String() string {
 func (*CatalogBackupEntry) ProtoMessage() {}
 
 func (x *CatalogBackupEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[19]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1426,7 +1664,7 @@ func (x *CatalogBackupEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogBackupEntry.ProtoReflect.Descriptor instead.
 func (*CatalogBackupEntry) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{19}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CatalogBackupEntry) GetRecord() *CatalogRecord {
@@ -1462,7 +1700,7 @@ type CatalogBackupEnd struct {
 
 func (x *CatalogBackupEnd) Reset() {
 	*x = CatalogBackupEnd{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[20]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1474,7 +1712,7 @@ func (x *CatalogBackupEnd) String() string {
 func (*CatalogBackupEnd) ProtoMessage() {}
 
 func (x *CatalogBackupEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[20]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1487,7 +1725,7 @@ func (x *CatalogBackupEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogBackupEnd.ProtoReflect.Descriptor instead.
 func (*CatalogBackupEnd) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{20}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CatalogBackupEnd) GetPoint() *HistoryPoint {
@@ -1516,7 +1754,7 @@ type BackupCatalogResponse struct {
 
 func (x *BackupCatalogResponse) Reset() {
 	*x = BackupCatalogResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[21]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1528,7 +1766,7 @@ func (x *BackupCatalogResponse) String() string {
 func (*BackupCatalogResponse) ProtoMessage() {}
 
 func (x *BackupCatalogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[21]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1541,7 +1779,7 @@ func (x *BackupCatalogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BackupCatalogResponse.ProtoReflect.Descriptor instead.
 func (*BackupCatalogResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{21}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *BackupCatalogResponse) GetHeader() *CatalogBackupHeader {
@@ -1579,7 +1817,7 @@ type BeginCatalogRestoreRequest struct {
 
 func (x *BeginCatalogRestoreRequest) Reset() {
 	*x = BeginCatalogRestoreRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[22]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1591,7 +1829,7 @@ func (x *BeginCatalogRestoreRequest) String() string {
 func (*BeginCatalogRestoreRequest) ProtoMessage() {}
 
 func (x *BeginCatalogRestoreRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[22]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1604,7 +1842,7 @@ func (x *BeginCatalogRestoreRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BeginCatalogRestoreRequest.ProtoReflect.Descriptor instead.
 func (*BeginCatalogRestoreRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{22}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *BeginCatalogRestoreRequest) GetBackupId() string {
@@ -1643,7 +1881,7 @@ type BeginCatalogRestoreResponse struct {
 
 func (x *BeginCatalogRestoreResponse) Reset() {
 	*x = BeginCatalogRestoreResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[23]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1655,7 +1893,7 @@ func (x *BeginCatalogRestoreResponse) String() string {
 func (*BeginCatalogRestoreResponse) ProtoMessage() {}
 
 func (x *BeginCatalogRestoreResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[23]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1668,7 +1906,7 @@ func (x *BeginCatalogRestoreResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BeginCatalogRestoreResponse.ProtoReflect.Descriptor instead.
 func (*BeginCatalogRestoreResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{23}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{27}
 }
 
 type RestoreCatalogRecordsRequest struct {
@@ -1682,7 +1920,7 @@ type RestoreCatalogRecordsRequest struct {
 
 func (x *RestoreCatalogRecordsRequest) Reset() {
 	*x = RestoreCatalogRecordsRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[24]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1694,7 +1932,7 @@ func (x *RestoreCatalogRecordsRequest) String() string {
 func (*RestoreCatalogRecordsRequest) ProtoMessage() {}
 
 func (x *RestoreCatalogRecordsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[24]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1707,7 +1945,7 @@ func (x *RestoreCatalogRecordsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreCatalogRecordsRequest.ProtoReflect.Descriptor instead.
 func (*RestoreCatalogRecordsRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{24}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RestoreCatalogRecordsRequest) GetBackupId() string {
@@ -1734,7 +1972,7 @@ type RestoreCatalogRecordsResponse struct {
 
 func (x *RestoreCatalogRecordsResponse) Reset() {
 	*x = RestoreCatalogRecordsResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[25]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1746,7 +1984,7 @@ func (x *RestoreCatalogRecordsResponse) String() string {
 func (*RestoreCatalogRecordsResponse) ProtoMessage() {}
 
 func (x *RestoreCatalogRecordsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[25]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1759,7 +1997,7 @@ func (x *RestoreCatalogRecordsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RestoreCatalogRecordsResponse.ProtoReflect.Descriptor instead.
 func (*RestoreCatalogRecordsResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{25}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *RestoreCatalogRecordsResponse) GetWaiting() []int32 {
@@ -1781,7 +2019,7 @@ type EndCatalogRestoreRequest struct {
 
 func (x *EndCatalogRestoreRequest) Reset() {
 	*x = EndCatalogRestoreRequest{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[26]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1793,7 +2031,7 @@ func (x *EndCatalogRestoreRequest) String() string {
 func (*EndCatalogRestoreRequest) ProtoMessage() {}
 
 func (x *EndCatalogRestoreRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[26]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1806,7 +2044,7 @@ func (x *EndCatalogRestoreRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndCatalogRestoreRequest.ProtoReflect.Descriptor instead.
 func (*EndCatalogRestoreRequest) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{26}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *EndCatalogRestoreRequest) GetBackupId() string {
@@ -1838,7 +2076,7 @@ type EndCatalogRestoreResponse struct {
 
 func (x *EndCatalogRestoreResponse) Reset() {
 	*x = EndCatalogRestoreResponse{}
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[27]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1850,7 +2088,7 @@ func (x *EndCatalogRestoreResponse) String() string {
 func (*EndCatalogRestoreResponse) ProtoMessage() {}
 
 func (x *EndCatalogRestoreResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_dormouse_v1_catalog_proto_msgTypes[27]
+	mi := &file_dormouse_v1_catalog_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1863,7 +2101,7 @@ func (x *EndCatalogRestoreResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndCatalogRestoreResponse.ProtoReflect.Descriptor instead.
 func (*EndCatalogRestoreResponse) Descriptor() ([]byte, []int) {
-	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{27}
+	return file_dormouse_v1_catalog_proto_rawDescGZIP(), []int{31}
 }
 
 var File_dormouse_v1_catalog_proto protoreflect.FileDescriptor
@@ -1950,7 +2188,23 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\x15CompactCatalogRequest\"J\n" +
 	"\x16CompactCatalogResponse\x12\x1c\n" +
 	"\tforgotten\x18\x01 \x01(\x03R\tforgotten\x12\x12\n" +
-	"\x04more\x18\x02 \x01(\bR\x04more\"\x16\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\"Z\n" +
+	"\x11DropOrphanRequest\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1f\n" +
+	"\vaccept_loss\x18\x03 \x01(\bR\n" +
+	"acceptLoss\"X\n" +
+	"\x12DropOrphanResponse\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x16\n" +
+	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12\x16\n" +
+	"\x06absent\x18\x03 \x01(\bR\x06absent\":\n" +
+	"\x12AdoptOrphanRequest\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\"U\n" +
+	"\x13AdoptOrphanResponse\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x16\n" +
+	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\"\x16\n" +
 	"\x14BackupCatalogRequest\"\xae\x02\n" +
 	"\rCatalogRecord\x12\x16\n" +
 	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
@@ -2016,12 +2270,15 @@ const file_dormouse_v1_catalog_proto_rawDesc = "" +
 	"\x1cCATALOG_DIFFERENCE_UNDELETED\x10\x03\x12!\n" +
 	"\x1dCATALOG_DIFFERENCE_UNRECORDED\x10\x04\x12\x1e\n" +
 	"\x1aCATALOG_DIFFERENCE_MISSING\x10\x05\x12\x1e\n" +
-	"\x1aCATALOG_DIFFERENCE_UNKNOWN\x10\x062\x96\x06\n" +
+	"\x1aCATALOG_DIFFERENCE_UNKNOWN\x10\x062\xb7\a\n" +
 	"\x0eCatalogService\x12_\n" +
 	"\x10GetCatalogStatus\x12$.dormouse.v1.GetCatalogStatusRequest\x1a%.dormouse.v1.GetCatalogStatusResponse\x12X\n" +
 	"\rVerifyCatalog\x12!.dormouse.v1.VerifyCatalogRequest\x1a\".dormouse.v1.VerifyCatalogResponse0\x01\x12V\n" +
 	"\rRepairCatalog\x12!.dormouse.v1.RepairCatalogRequest\x1a\".dormouse.v1.RepairCatalogResponse\x12Y\n" +
-	"\x0eCompactCatalog\x12\".dormouse.v1.CompactCatalogRequest\x1a#.dormouse.v1.CompactCatalogResponse\x12X\n" +
+	"\x0eCompactCatalog\x12\".dormouse.v1.CompactCatalogRequest\x1a#.dormouse.v1.CompactCatalogResponse\x12M\n" +
+	"\n" +
+	"DropOrphan\x12\x1e.dormouse.v1.DropOrphanRequest\x1a\x1f.dormouse.v1.DropOrphanResponse\x12P\n" +
+	"\vAdoptOrphan\x12\x1f.dormouse.v1.AdoptOrphanRequest\x1a .dormouse.v1.AdoptOrphanResponse\x12X\n" +
 	"\rBackupCatalog\x12!.dormouse.v1.BackupCatalogRequest\x1a\".dormouse.v1.BackupCatalogResponse0\x01\x12h\n" +
 	"\x13BeginCatalogRestore\x12'.dormouse.v1.BeginCatalogRestoreRequest\x1a(.dormouse.v1.BeginCatalogRestoreResponse\x12n\n" +
 	"\x15RestoreCatalogRecords\x12).dormouse.v1.RestoreCatalogRecordsRequest\x1a*.dormouse.v1.RestoreCatalogRecordsResponse\x12b\n" +
@@ -2040,7 +2297,7 @@ func file_dormouse_v1_catalog_proto_rawDescGZIP() []byte {
 }
 
 var file_dormouse_v1_catalog_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_dormouse_v1_catalog_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_dormouse_v1_catalog_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_dormouse_v1_catalog_proto_goTypes = []any{
 	(CatalogDifference)(0),                // 0: dormouse.v1.CatalogDifference
 	(*HistoryPoint)(nil),                  // 1: dormouse.v1.HistoryPoint
@@ -2058,68 +2315,76 @@ var file_dormouse_v1_catalog_proto_goTypes = []any{
 	(*RepairCatalogResponse)(nil),         // 13: dormouse.v1.RepairCatalogResponse
 	(*CompactCatalogRequest)(nil),         // 14: dormouse.v1.CompactCatalogRequest
 	(*CompactCatalogResponse)(nil),        // 15: dormouse.v1.CompactCatalogResponse
-	(*BackupCatalogRequest)(nil),          // 16: dormouse.v1.BackupCatalogRequest
-	(*CatalogRecord)(nil),                 // 17: dormouse.v1.CatalogRecord
-	(*CatalogReference)(nil),              // 18: dormouse.v1.CatalogReference
-	(*CatalogBackupHeader)(nil),           // 19: dormouse.v1.CatalogBackupHeader
-	(*CatalogBackupEntry)(nil),            // 20: dormouse.v1.CatalogBackupEntry
-	(*CatalogBackupEnd)(nil),              // 21: dormouse.v1.CatalogBackupEnd
-	(*BackupCatalogResponse)(nil),         // 22: dormouse.v1.BackupCatalogResponse
-	(*BeginCatalogRestoreRequest)(nil),    // 23: dormouse.v1.BeginCatalogRestoreRequest
-	(*BeginCatalogRestoreResponse)(nil),   // 24: dormouse.v1.BeginCatalogRestoreResponse
-	(*RestoreCatalogRecordsRequest)(nil),  // 25: dormouse.v1.RestoreCatalogRecordsRequest
-	(*RestoreCatalogRecordsResponse)(nil), // 26: dormouse.v1.RestoreCatalogRecordsResponse
-	(*EndCatalogRestoreRequest)(nil),      // 27: dormouse.v1.EndCatalogRestoreRequest
-	(*EndCatalogRestoreResponse)(nil),     // 28: dormouse.v1.EndCatalogRestoreResponse
-	nil,                                   // 29: dormouse.v1.CatalogBackupHeader.AncestorsEntry
-	nil,                                   // 30: dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntry
-	(*timestamppb.Timestamp)(nil),         // 31: google.protobuf.Timestamp
+	(*DropOrphanRequest)(nil),             // 16: dormouse.v1.DropOrphanRequest
+	(*DropOrphanResponse)(nil),            // 17: dormouse.v1.DropOrphanResponse
+	(*AdoptOrphanRequest)(nil),            // 18: dormouse.v1.AdoptOrphanRequest
+	(*AdoptOrphanResponse)(nil),           // 19: dormouse.v1.AdoptOrphanResponse
+	(*BackupCatalogRequest)(nil),          // 20: dormouse.v1.BackupCatalogRequest
+	(*CatalogRecord)(nil),                 // 21: dormouse.v1.CatalogRecord
+	(*CatalogReference)(nil),              // 22: dormouse.v1.CatalogReference
+	(*CatalogBackupHeader)(nil),           // 23: dormouse.v1.CatalogBackupHeader
+	(*CatalogBackupEntry)(nil),            // 24: dormouse.v1.CatalogBackupEntry
+	(*CatalogBackupEnd)(nil),              // 25: dormouse.v1.CatalogBackupEnd
+	(*BackupCatalogResponse)(nil),         // 26: dormouse.v1.BackupCatalogResponse
+	(*BeginCatalogRestoreRequest)(nil),    // 27: dormouse.v1.BeginCatalogRestoreRequest
+	(*BeginCatalogRestoreResponse)(nil),   // 28: dormouse.v1.BeginCatalogRestoreResponse
+	(*RestoreCatalogRecordsRequest)(nil),  // 29: dormouse.v1.RestoreCatalogRecordsRequest
+	(*RestoreCatalogRecordsResponse)(nil), // 30: dormouse.v1.RestoreCatalogRecordsResponse
+	(*EndCatalogRestoreRequest)(nil),      // 31: dormouse.v1.EndCatalogRestoreRequest
+	(*EndCatalogRestoreResponse)(nil),     // 32: dormouse.v1.EndCatalogRestoreResponse
+	nil,                                   // 33: dormouse.v1.CatalogBackupHeader.AncestorsEntry
+	nil,                                   // 34: dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntry
+	(*timestamppb.Timestamp)(nil),         // 35: google.protobuf.Timestamp
 }
 var file_dormouse_v1_catalog_proto_depIdxs = []int32{
-	31, // 0: dormouse.v1.CatalogSuspension.since:type_name -> google.protobuf.Timestamp
+	35, // 0: dormouse.v1.CatalogSuspension.since:type_name -> google.protobuf.Timestamp
 	1,  // 1: dormouse.v1.CatalogSuspension.witness:type_name -> dormouse.v1.HistoryPoint
 	1,  // 2: dormouse.v1.CatalogStatus.head:type_name -> dormouse.v1.HistoryPoint
 	2,  // 3: dormouse.v1.CatalogStatus.suspended:type_name -> dormouse.v1.CatalogSuspension
 	6,  // 4: dormouse.v1.CatalogStatus.journals:type_name -> dormouse.v1.NodeJournal
 	4,  // 5: dormouse.v1.CatalogStatus.deletions:type_name -> dormouse.v1.DeletionProgress
 	5,  // 6: dormouse.v1.CatalogStatus.orphans:type_name -> dormouse.v1.OrphanProgress
-	31, // 7: dormouse.v1.DeletionProgress.oldest_time:type_name -> google.protobuf.Timestamp
+	35, // 7: dormouse.v1.DeletionProgress.oldest_time:type_name -> google.protobuf.Timestamp
 	1,  // 8: dormouse.v1.NodeJournal.point:type_name -> dormouse.v1.HistoryPoint
 	3,  // 9: dormouse.v1.GetCatalogStatusResponse.catalog:type_name -> dormouse.v1.CatalogStatus
 	0,  // 10: dormouse.v1.CatalogFinding.difference:type_name -> dormouse.v1.CatalogDifference
 	10, // 11: dormouse.v1.VerifyCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
 	10, // 12: dormouse.v1.RepairCatalogResponse.findings:type_name -> dormouse.v1.CatalogFinding
 	3,  // 13: dormouse.v1.RepairCatalogResponse.catalog:type_name -> dormouse.v1.CatalogStatus
-	18, // 14: dormouse.v1.CatalogRecord.references:type_name -> dormouse.v1.CatalogReference
-	31, // 15: dormouse.v1.CatalogBackupHeader.time:type_name -> google.protobuf.Timestamp
-	29, // 16: dormouse.v1.CatalogBackupHeader.ancestors:type_name -> dormouse.v1.CatalogBackupHeader.AncestorsEntry
-	17, // 17: dormouse.v1.CatalogBackupEntry.record:type_name -> dormouse.v1.CatalogRecord
-	17, // 18: dormouse.v1.CatalogBackupEntry.gone:type_name -> dormouse.v1.CatalogRecord
+	22, // 14: dormouse.v1.CatalogRecord.references:type_name -> dormouse.v1.CatalogReference
+	35, // 15: dormouse.v1.CatalogBackupHeader.time:type_name -> google.protobuf.Timestamp
+	33, // 16: dormouse.v1.CatalogBackupHeader.ancestors:type_name -> dormouse.v1.CatalogBackupHeader.AncestorsEntry
+	21, // 17: dormouse.v1.CatalogBackupEntry.record:type_name -> dormouse.v1.CatalogRecord
+	21, // 18: dormouse.v1.CatalogBackupEntry.gone:type_name -> dormouse.v1.CatalogRecord
 	1,  // 19: dormouse.v1.CatalogBackupEnd.point:type_name -> dormouse.v1.HistoryPoint
-	19, // 20: dormouse.v1.BackupCatalogResponse.header:type_name -> dormouse.v1.CatalogBackupHeader
-	20, // 21: dormouse.v1.BackupCatalogResponse.entries:type_name -> dormouse.v1.CatalogBackupEntry
-	21, // 22: dormouse.v1.BackupCatalogResponse.end:type_name -> dormouse.v1.CatalogBackupEnd
+	23, // 20: dormouse.v1.BackupCatalogResponse.header:type_name -> dormouse.v1.CatalogBackupHeader
+	24, // 21: dormouse.v1.BackupCatalogResponse.entries:type_name -> dormouse.v1.CatalogBackupEntry
+	25, // 22: dormouse.v1.BackupCatalogResponse.end:type_name -> dormouse.v1.CatalogBackupEnd
 	1,  // 23: dormouse.v1.BeginCatalogRestoreRequest.point:type_name -> dormouse.v1.HistoryPoint
-	30, // 24: dormouse.v1.BeginCatalogRestoreRequest.ancestors:type_name -> dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntry
-	17, // 25: dormouse.v1.RestoreCatalogRecordsRequest.records:type_name -> dormouse.v1.CatalogRecord
+	34, // 24: dormouse.v1.BeginCatalogRestoreRequest.ancestors:type_name -> dormouse.v1.BeginCatalogRestoreRequest.AncestorsEntry
+	21, // 25: dormouse.v1.RestoreCatalogRecordsRequest.records:type_name -> dormouse.v1.CatalogRecord
 	7,  // 26: dormouse.v1.CatalogService.GetCatalogStatus:input_type -> dormouse.v1.GetCatalogStatusRequest
 	9,  // 27: dormouse.v1.CatalogService.VerifyCatalog:input_type -> dormouse.v1.VerifyCatalogRequest
 	12, // 28: dormouse.v1.CatalogService.RepairCatalog:input_type -> dormouse.v1.RepairCatalogRequest
 	14, // 29: dormouse.v1.CatalogService.CompactCatalog:input_type -> dormouse.v1.CompactCatalogRequest
-	16, // 30: dormouse.v1.CatalogService.BackupCatalog:input_type -> dormouse.v1.BackupCatalogRequest
-	23, // 31: dormouse.v1.CatalogService.BeginCatalogRestore:input_type -> dormouse.v1.BeginCatalogRestoreRequest
-	25, // 32: dormouse.v1.CatalogService.RestoreCatalogRecords:input_type -> dormouse.v1.RestoreCatalogRecordsRequest
-	27, // 33: dormouse.v1.CatalogService.EndCatalogRestore:input_type -> dormouse.v1.EndCatalogRestoreRequest
-	8,  // 34: dormouse.v1.CatalogService.GetCatalogStatus:output_type -> dormouse.v1.GetCatalogStatusResponse
-	11, // 35: dormouse.v1.CatalogService.VerifyCatalog:output_type -> dormouse.v1.VerifyCatalogResponse
-	13, // 36: dormouse.v1.CatalogService.RepairCatalog:output_type -> dormouse.v1.RepairCatalogResponse
-	15, // 37: dormouse.v1.CatalogService.CompactCatalog:output_type -> dormouse.v1.CompactCatalogResponse
-	22, // 38: dormouse.v1.CatalogService.BackupCatalog:output_type -> dormouse.v1.BackupCatalogResponse
-	24, // 39: dormouse.v1.CatalogService.BeginCatalogRestore:output_type -> dormouse.v1.BeginCatalogRestoreResponse
-	26, // 40: dormouse.v1.CatalogService.RestoreCatalogRecords:output_type -> dormouse.v1.RestoreCatalogRecordsResponse
-	28, // 41: dormouse.v1.CatalogService.EndCatalogRestore:output_type -> dormouse.v1.EndCatalogRestoreResponse
-	34, // [34:42] is the sub-list for method output_type
-	26, // [26:34] is the sub-list for method input_type
+	16, // 30: dormouse.v1.CatalogService.DropOrphan:input_type -> dormouse.v1.DropOrphanRequest
+	18, // 31: dormouse.v1.CatalogService.AdoptOrphan:input_type -> dormouse.v1.AdoptOrphanRequest
+	20, // 32: dormouse.v1.CatalogService.BackupCatalog:input_type -> dormouse.v1.BackupCatalogRequest
+	27, // 33: dormouse.v1.CatalogService.BeginCatalogRestore:input_type -> dormouse.v1.BeginCatalogRestoreRequest
+	29, // 34: dormouse.v1.CatalogService.RestoreCatalogRecords:input_type -> dormouse.v1.RestoreCatalogRecordsRequest
+	31, // 35: dormouse.v1.CatalogService.EndCatalogRestore:input_type -> dormouse.v1.EndCatalogRestoreRequest
+	8,  // 36: dormouse.v1.CatalogService.GetCatalogStatus:output_type -> dormouse.v1.GetCatalogStatusResponse
+	11, // 37: dormouse.v1.CatalogService.VerifyCatalog:output_type -> dormouse.v1.VerifyCatalogResponse
+	13, // 38: dormouse.v1.CatalogService.RepairCatalog:output_type -> dormouse.v1.RepairCatalogResponse
+	15, // 39: dormouse.v1.CatalogService.CompactCatalog:output_type -> dormouse.v1.CompactCatalogResponse
+	17, // 40: dormouse.v1.CatalogService.DropOrphan:output_type -> dormouse.v1.DropOrphanResponse
+	19, // 41: dormouse.v1.CatalogService.AdoptOrphan:output_type -> dormouse.v1.AdoptOrphanResponse
+	26, // 42: dormouse.v1.CatalogService.BackupCatalog:output_type -> dormouse.v1.BackupCatalogResponse
+	28, // 43: dormouse.v1.CatalogService.BeginCatalogRestore:output_type -> dormouse.v1.BeginCatalogRestoreResponse
+	30, // 44: dormouse.v1.CatalogService.RestoreCatalogRecords:output_type -> dormouse.v1.RestoreCatalogRecordsResponse
+	32, // 45: dormouse.v1.CatalogService.EndCatalogRestore:output_type -> dormouse.v1.EndCatalogRestoreResponse
+	36, // [36:46] is the sub-list for method output_type
+	26, // [26:36] is the sub-list for method input_type
 	26, // [26:26] is the sub-list for extension type_name
 	26, // [26:26] is the sub-list for extension extendee
 	0,  // [0:26] is the sub-list for field type_name
@@ -2136,7 +2401,7 @@ func file_dormouse_v1_catalog_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dormouse_v1_catalog_proto_rawDesc), len(file_dormouse_v1_catalog_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   30,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -23,6 +23,8 @@ const (
 	CatalogService_VerifyCatalog_FullMethodName         = "/dormouse.v1.CatalogService/VerifyCatalog"
 	CatalogService_RepairCatalog_FullMethodName         = "/dormouse.v1.CatalogService/RepairCatalog"
 	CatalogService_CompactCatalog_FullMethodName        = "/dormouse.v1.CatalogService/CompactCatalog"
+	CatalogService_DropOrphan_FullMethodName            = "/dormouse.v1.CatalogService/DropOrphan"
+	CatalogService_AdoptOrphan_FullMethodName           = "/dormouse.v1.CatalogService/AdoptOrphan"
 	CatalogService_BackupCatalog_FullMethodName         = "/dormouse.v1.CatalogService/BackupCatalog"
 	CatalogService_BeginCatalogRestore_FullMethodName   = "/dormouse.v1.CatalogService/BeginCatalogRestore"
 	CatalogService_RestoreCatalogRecords_FullMethodName = "/dormouse.v1.CatalogService/RestoreCatalogRecords"
@@ -44,6 +46,12 @@ type CatalogServiceClient interface {
 	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then:
 	// at most 10,000 in a call.
 	CompactCatalog(ctx context.Context, in *CompactCatalogRequest, opts ...grpc.CallOption) (*CompactCatalogResponse, error)
+	// DropOrphan has a node remove what it holds without a record: what was deleted, or what a repair of the catalog gave up. Refused with
+	// ORPHAN_UNPROVEN where neither is proven, unless that is accepted. Repeating it is harmless.
+	DropOrphan(ctx context.Context, in *DropOrphanRequest, opts ...grpc.CallOption) (*DropOrphanResponse, error)
+	// AdoptOrphan gives a record again to what a node holds and a repair of the catalog gave up, as the node's journal has it. The
+	// coordinator begins to lead anew afterwards. Repeating it is harmless.
+	AdoptOrphan(ctx context.Context, in *AdoptOrphanRequest, opts ...grpc.CallOption) (*AdoptOrphanResponse, error)
 	// BackupCatalog gives every record as of one point of the catalog's history, while commits go on. The first message has the header, the
 	// last the end; a stream without an end is no backup. Refused with CATALOG_REWOUND while the catalog is suspended.
 	BackupCatalog(ctx context.Context, in *BackupCatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[BackupCatalogResponse], error)
@@ -114,6 +122,26 @@ func (c *catalogServiceClient) CompactCatalog(ctx context.Context, in *CompactCa
 	return out, nil
 }
 
+func (c *catalogServiceClient) DropOrphan(ctx context.Context, in *DropOrphanRequest, opts ...grpc.CallOption) (*DropOrphanResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DropOrphanResponse)
+	err := c.cc.Invoke(ctx, CatalogService_DropOrphan_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *catalogServiceClient) AdoptOrphan(ctx context.Context, in *AdoptOrphanRequest, opts ...grpc.CallOption) (*AdoptOrphanResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AdoptOrphanResponse)
+	err := c.cc.Invoke(ctx, CatalogService_AdoptOrphan_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *catalogServiceClient) BackupCatalog(ctx context.Context, in *BackupCatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[BackupCatalogResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &CatalogService_ServiceDesc.Streams[1], CatalogService_BackupCatalog_FullMethodName, cOpts...)
@@ -178,6 +206,12 @@ type CatalogServiceServer interface {
 	// CompactCatalog forgets traces of what was deleted whose time is over, as the coordinator does by itself now and then:
 	// at most 10,000 in a call.
 	CompactCatalog(context.Context, *CompactCatalogRequest) (*CompactCatalogResponse, error)
+	// DropOrphan has a node remove what it holds without a record: what was deleted, or what a repair of the catalog gave up. Refused with
+	// ORPHAN_UNPROVEN where neither is proven, unless that is accepted. Repeating it is harmless.
+	DropOrphan(context.Context, *DropOrphanRequest) (*DropOrphanResponse, error)
+	// AdoptOrphan gives a record again to what a node holds and a repair of the catalog gave up, as the node's journal has it. The
+	// coordinator begins to lead anew afterwards. Repeating it is harmless.
+	AdoptOrphan(context.Context, *AdoptOrphanRequest) (*AdoptOrphanResponse, error)
 	// BackupCatalog gives every record as of one point of the catalog's history, while commits go on. The first message has the header, the
 	// last the end; a stream without an end is no backup. Refused with CATALOG_REWOUND while the catalog is suspended.
 	BackupCatalog(*BackupCatalogRequest, grpc.ServerStreamingServer[BackupCatalogResponse]) error
@@ -210,6 +244,12 @@ func (UnimplementedCatalogServiceServer) RepairCatalog(context.Context, *RepairC
 }
 func (UnimplementedCatalogServiceServer) CompactCatalog(context.Context, *CompactCatalogRequest) (*CompactCatalogResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CompactCatalog not implemented")
+}
+func (UnimplementedCatalogServiceServer) DropOrphan(context.Context, *DropOrphanRequest) (*DropOrphanResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DropOrphan not implemented")
+}
+func (UnimplementedCatalogServiceServer) AdoptOrphan(context.Context, *AdoptOrphanRequest) (*AdoptOrphanResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method AdoptOrphan not implemented")
 }
 func (UnimplementedCatalogServiceServer) BackupCatalog(*BackupCatalogRequest, grpc.ServerStreamingServer[BackupCatalogResponse]) error {
 	return status.Error(codes.Unimplemented, "method BackupCatalog not implemented")
@@ -309,6 +349,42 @@ func _CatalogService_CompactCatalog_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _CatalogService_DropOrphan_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DropOrphanRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CatalogServiceServer).DropOrphan(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CatalogService_DropOrphan_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CatalogServiceServer).DropOrphan(ctx, req.(*DropOrphanRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _CatalogService_AdoptOrphan_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AdoptOrphanRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CatalogServiceServer).AdoptOrphan(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CatalogService_AdoptOrphan_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CatalogServiceServer).AdoptOrphan(ctx, req.(*AdoptOrphanRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _CatalogService_BackupCatalog_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(BackupCatalogRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -392,6 +468,14 @@ var CatalogService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CompactCatalog",
 			Handler:    _CatalogService_CompactCatalog_Handler,
+		},
+		{
+			MethodName: "DropOrphan",
+			Handler:    _CatalogService_DropOrphan_Handler,
+		},
+		{
+			MethodName: "AdoptOrphan",
+			Handler:    _CatalogService_AdoptOrphan_Handler,
 		},
 		{
 			MethodName: "BeginCatalogRestore",

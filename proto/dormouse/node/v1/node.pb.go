@@ -2713,7 +2713,7 @@ type JournalEntry struct {
 	Kind     string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
 	Uid      string                 `protobuf:"bytes,3,opt,name=uid,proto3" json:"uid,omitempty"`
 	Revision uint64                 `protobuf:"varint,4,opt,name=revision,proto3" json:"revision,omitempty"`
-	// Deleted at that revision: the rest is empty.
+	// Deleted at that revision: the rest is empty, unless it was given up.
 	Deleted bool `protobuf:"varint,5,opt,name=deleted,proto3" json:"deleted,omitempty"`
 	// Of the commit that wrote it.
 	Seq        uint64              `protobuf:"varint,6,opt,name=seq,proto3" json:"seq,omitempty"`
@@ -2725,7 +2725,10 @@ type JournalEntry struct {
 	References []*JournalReference `protobuf:"bytes,12,rep,name=references,proto3" json:"references,omitempty"`
 	Body       []byte              `protobuf:"bytes,13,opt,name=body,proto3" json:"body,omitempty"`
 	// A point in the catalog's history that has this entry. Set by the node when it is read.
-	Point         *CatalogPoint `protobuf:"bytes,14,opt,name=point,proto3" json:"point,omitempty"`
+	Point *CatalogPoint `protobuf:"bytes,14,opt,name=point,proto3" json:"point,omitempty"`
+	// Of what is deleted: nobody said that it was. It lived in an earlier incarnation of the catalog, and the one that goes on from there does not have it, since a
+	// repair went on without it, or since it was deleted too long ago to be told. The entry has what it was. It proves no deletion.
+	GivenUp       bool `protobuf:"varint,15,opt,name=given_up,json=givenUp,proto3" json:"given_up,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2856,6 +2859,13 @@ func (x *JournalEntry) GetPoint() *CatalogPoint {
 		return x.Point
 	}
 	return nil
+}
+
+func (x *JournalEntry) GetGivenUp() bool {
+	if x != nil {
+		return x.GivenUp
+	}
+	return false
 }
 
 type JournalReference struct {
@@ -3993,7 +4003,7 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"\fCatalogPoint\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\tR\vincarnation\x12\x10\n" +
 	"\x03seq\x18\x02 \x01(\x04R\x03seq\x12\x16\n" +
-	"\x06digest\x18\x03 \x01(\tR\x06digest\"\x94\x03\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\"\xaf\x03\n" +
 	"\fJournalEntry\x12\x16\n" +
 	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x10\n" +
@@ -4011,7 +4021,8 @@ const file_dormouse_node_v1_node_proto_rawDesc = "" +
 	"references\x18\f \x03(\v2\".dormouse.node.v1.JournalReferenceR\n" +
 	"references\x12\x12\n" +
 	"\x04body\x18\r \x01(\fR\x04body\x124\n" +
-	"\x05point\x18\x0e \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\x05point\"d\n" +
+	"\x05point\x18\x0e \x01(\v2\x1e.dormouse.node.v1.CatalogPointR\x05point\x12\x19\n" +
+	"\bgiven_up\x18\x0f \x01(\bR\agivenUp\"d\n" +
 	"\x10JournalReference\x12\x16\n" +
 	"\x06tenant\x18\x01 \x01(\tR\x06tenant\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x10\n" +
