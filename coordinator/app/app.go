@@ -65,7 +65,7 @@ type App struct {
 	suspended atomic.Pointer[catalog.Suspension] // while this coordinator leads a suspended catalog
 	unproven  atomic.Bool
 	repairing sync.Mutex
-	orphans   sync.Mutex                   // what no record names is dropped or adopted by one operator at a time
+	orphans   chan struct{}                // a place for one: what no record names is dropped or adopted by one operator at a time
 	served    atomic.Pointer[acquaintance] // nil before the first term that served ended
 
 	servers   []*grpc.Server
@@ -104,7 +104,7 @@ func Start(ctx context.Context, cfg Config, opts ...Option) (a *App, err error) 
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
-	a = &App{cfg: cfg, holder: cfg.Holder + "/" + uid.New(), failed: make(chan error, 1), addresses: make(map[string][]string), store: o.store}
+	a = &App{cfg: cfg, holder: cfg.Holder + "/" + uid.New(), failed: make(chan error, 1), addresses: make(map[string][]string), orphans: make(chan struct{}, 1), store: o.store}
 	if a.log, err = obs.NewLogger(o.log, cfg.Log); err != nil {
 		return nil, err
 	}

@@ -48,6 +48,16 @@ func (k keeper) orphan(ctx context.Context, node, uid string) (o orphan, err err
 	return o, err
 }
 
+// alone waits until no other is dropped or adopted: else what was just adopted might be dropped.
+func (k keeper) alone(ctx context.Context) (leave func(), err error) {
+	select {
+	case k.orphans <- struct{}{}:
+		return func() { <-k.orphans }, nil
+	case <-ctx.Done():
+		return nil, errs.From(ctx.Err())
+	}
+}
+
 // held finds the key under which a node holds something; the zero key: it does not.
 func (k keeper) held(ctx context.Context, node, uid string) (catalog.Key, error) {
 	for after := ""; ; {
@@ -104,8 +114,11 @@ func (k keeper) givenUp(ctx context.Context, o orphan) (bool, error) {
 
 // DropOrphan implements api.Catalog.
 func (k keeper) DropOrphan(ctx context.Context, node, uid string, acceptLoss bool) (key catalog.Key, absent bool, err error) {
-	k.orphans.Lock()
-	defer k.orphans.Unlock()
+	leave, err := k.alone(ctx)
+	if err != nil {
+		return key, false, err
+	}
+	defer leave()
 	o, err := k.orphan(ctx, node, uid)
 	if err != nil || o.absent {
 		return o.key, o.absent, err
@@ -148,8 +161,11 @@ func (k keeper) proof(ctx context.Context, o orphan, acceptLoss bool) (why strin
 
 // AdoptOrphan implements api.Catalog.
 func (k keeper) AdoptOrphan(ctx context.Context, node, uid string) (key catalog.Key, name string, err error) {
-	k.orphans.Lock()
-	defer k.orphans.Unlock()
+	leave, err := k.alone(ctx)
+	if err != nil {
+		return key, "", err
+	}
+	defer leave()
 	t := k.inForce.Load()
 	if t == nil {
 		return key, "", notLeading()

@@ -56,7 +56,7 @@ func EntryOf(node string, p *nodev1.JournalEntry) (Entry, error) {
 	if err := e.Record.Validate(); err != nil {
 		return e, err
 	}
-	if !e.Deleted && e.Record.Node != node {
+	if (!e.Deleted || p.GetGivenUp()) && e.Record.Node != node {
 		return e, fmt.Errorf("the journal of node %s has %s, which is of node %q", node, e.Record.Key, e.Record.Node)
 	}
 	if e.Point.IsZero() || e.Record.Revision == 0 {
