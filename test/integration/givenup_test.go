@@ -63,7 +63,8 @@ func TestC21WhatARepairGaveUp(t *testing.T) {
 	if code != 1 || t.Failed() {
 		t.Fatalf("verify gave %d:\n%s", code, out)
 	}
-	if e := w.refusal(old.Delete(w.ctx, ""), errs.StillReferenced); e.Outcome != errs.Unknown || !strings.Contains(e.Message, "dormouse admin catalog drop --node node-2 "+holder.UID) {
+	err := old.Delete(w.ctx, "")
+	if e := errs.From(err); !errs.Has(err, errs.StillReferenced) || e.Outcome != errs.Unknown || !strings.Contains(e.Message, "dormouse admin catalog drop --node node-2 "+holder.UID) {
 		t.Errorf("a deletion in whose way it is: %+v", e)
 	}
 	// What refers to what is being deleted cannot come back; the rest can, volumes first.
