@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -362,7 +363,8 @@ func TestForwardCommand(t *testing.T) {
 	defer stop()
 	cmd := exec.CommandContext(ctx, filepath.Join(w.Bin, "dormouse"), "forward", "0:80", s.UID)
 	cmd.Env = append(os.Environ(), "DORMOUSE_ADDR=unix://"+w.GRPCSocket(), "DORMOUSE_API_KEY="+w.key)
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) } // an interrupt may be ignored by all that a background job starts
+	cmd.WaitDelay = time.Minute
 	out, err := cmd.StdoutPipe()
 	w.ok(err)
 	w.ok(cmd.Start())
