@@ -39,7 +39,7 @@
 // The state of a cell is one small number for each object (not there, being made, ready, being deleted, gone ...), and what is not
 // known is a set of states. A client's operation is several atomic steps within its call, since a Get may see an object that is Creating. porcupine
 // looks for an order of the steps that the model allows. A list is no read of one moment (nor does it claim to be): each object in it is
-// read by itself, and is checked in a history of that object alone. A history that is not checked within two minutes is a failure.
+// read by itself, and is checked in a history of that object alone. A history that is not checked within minutes is a failure.
 // Beside it the change log is checked: each sequence once, by epochs that never go back.
 //
 // # Faults

@@ -124,9 +124,8 @@ func (f *faults) lose(ctx context.Context, p planned, change func() error) error
 	if err != nil {
 		return err
 	}
-	f.links(func(l *link) { l.refuse = true })
-	for _, l := range f.world.link {
-		l.cut()
+	if err := f.isolate(ctx, leader); err != nil {
+		return err
 	}
 	was, err := f.read(ctx)
 	if err != nil {
@@ -157,6 +156,23 @@ func (f *faults) lose(ctx context.Context, p planned, change func() error) error
 		return err
 	}
 	f.windows = append(f.windows, window{began, f.traffic.now()})
+	return nil
+}
+
+// isolate closes the links, that of the standby first: the leader has then seen all that the standby has. Else the standby would, once it is back, know
+// of more than the operator's word was about, and suspend the catalog again.
+func (f *faults) isolate(ctx context.Context, leader int) error {
+	other := f.world.link[1-leader]
+	other.set(func(l *link) { l.refuse = true })
+	other.cut()
+	if err := until(ctx, "the leader has seen what the other has", func() error {
+		_, err := f.world.operator[leader].CatalogStatus(ctx)
+		return err
+	}); err != nil {
+		return err
+	}
+	f.world.link[leader].set(func(l *link) { l.refuse = true })
+	f.world.link[leader].cut()
 	return nil
 }
 

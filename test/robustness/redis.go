@@ -50,7 +50,7 @@ func newRedis(dir string) (*redisServer, error) {
 
 // up starts the server and waits until it has loaded its data.
 func (s *redisServer) up(ctx context.Context) error {
-	if err := s.start(); err != nil {
+	if err := errors.Join(s.trim(), s.start()); err != nil {
 		return err
 	}
 	return until(ctx, "the server answers", func() error { return s.client.Ping(ctx).Err() })
@@ -100,7 +100,24 @@ func (s *redisServer) load(dump string) error {
 
 // truncate takes so many bytes off the end of a killed server's log.
 func (s *redisServer) truncate(bytes int64) error {
-	return filepath.WalkDir(s.data(), func(path string, d fs.DirEntry, err error) error {
+	return s.logs(func(path string, size int64) error { return os.Truncate(path, max(size-bytes, 0)) })
+}
+
+// trim takes off the end of a server's log what is no whole commit. Redis 7.0 cuts after the last whole command of it, and applies what is left at the
+// start after the next: that is another fault than those of this package.
+func (s *redisServer) trim() error {
+	return s.logs(func(path string, _ int64) error {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		return os.Truncate(path, int64(whole(data)))
+	})
+}
+
+// logs calls do with each log of the server, and its size.
+func (s *redisServer) logs(do func(path string, size int64) error) error {
+	err := filepath.WalkDir(s.data(), func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !strings.HasSuffix(path, ".incr.aof") {
 			return err
 		}
@@ -108,8 +125,12 @@ func (s *redisServer) truncate(bytes int64) error {
 		if err != nil {
 			return err
 		}
-		return os.Truncate(path, max(info.Size()-bytes, 0))
+		return do(path, info.Size())
 	})
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // a server that has no data yet
+	}
+	return err
 }
 
 // fill leaves no room on the server's disk; the function makes room again.

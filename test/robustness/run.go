@@ -48,6 +48,9 @@ type Options struct {
 // runLimit bounds one run, however slow the machine is.
 const runLimit = 8 * time.Minute
 
+// checkLimit bounds the check of a part of the history, which takes some milliseconds where nothing is wrong.
+const checkLimit = 4 * time.Minute
+
 // Run makes a system, has clients use it while faults strike it, and checks what they were told. The report says what was
 // wrong; the error is of a run that could not be made.
 func Run(ctx context.Context, o Options) (report *Report, err error) {
@@ -74,7 +77,7 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	}
 	wrong := w.validate(ctx)
 	records, objects, byUID, blamed := t.snapshot()
-	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, losses: f.losses, limit: cmp.Or(o.CheckLimit, 2*time.Minute)}
+	c := &checker{records: records, objects: objects, byUID: byUID, windows: f.windows, losses: f.losses, limit: cmp.Or(o.CheckLimit, checkLimit)}
 	wrong = append(wrong, blamed...)
 	var nonlinear []string
 	var steps int
