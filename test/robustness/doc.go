@@ -6,10 +6,11 @@
 //	make robustness DURATION=1h         new seeds for so long, with faults after which something is lost
 //	LOSSES=1 make robustness            the same faults in the twenty seeds
 //
-// Faults after which something is lost (a node away, coordinators new) are not in the twenty seeds of CI. A log that is cut off within a commit is cut by
-// Redis 7.0 after the last whole command, not before the commit's MULTI: at the start after the next the half commit is applied, and what an operator's word gave up is
-// there again. And a standby may have seen more than who leads, so that it suspends the catalog once more after the word, which the fault does not expect.
-// CI has what is told step by step instead (TestC21...), and the variants.
+// Faults after which something is lost (a node away, coordinators new) are not in the twenty seeds of CI, which has what is told step by step instead
+// (TestC21...), and the variants.
+//
+// A server's log is cut off between commits. One that ends within a commit is cut by Redis 7.0 after the last whole command, not before the commit's MULTI: at the start
+// after the next the half commit is applied. That is Redis's own, and would be found in whatever seed cuts a log and later starts the server once more.
 //
 // # The system
 //
