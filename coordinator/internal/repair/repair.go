@@ -27,12 +27,13 @@ func (r *Repairer) Repair(ctx context.Context, epoch fence.Epoch, s *Survey) err
 			left = append(left, &s.Findings[i])
 		}
 	}
-	// What refers to something waits for it, and what is referred to waits to be deleted: each round does what can be done.
-	for progress := true; progress && len(left) > 0; {
+	// What refers to something waits for it, what is referred to waits to be deleted, and what has a name waits until who has it is deleted: each
+	// round does what can be done. A name is given up only when nothing else can be done, one at a time.
+	for progress, nameless := true, false; (progress || nameless) && len(left) > 0; nameless = !progress && !nameless {
 		progress = false
 		var again []*Finding
 		for _, f := range left {
-			refused, err := r.one(ctx, epoch, f)
+			refused, err := r.one(ctx, epoch, f, nameless && !progress)
 			switch {
 			case err != nil:
 				return err
@@ -53,8 +54,8 @@ func (r *Repairer) Repair(ctx context.Context, epoch fence.Epoch, s *Survey) err
 	return nil
 }
 
-// one repairs one record. A name that another has by now is given up rather than the record.
-func (r *Repairer) one(ctx context.Context, epoch fence.Epoch, f *Finding) (*errs.Error, error) {
+// one repairs one record. If nameless, a name that another has is given up rather than the record.
+func (r *Repairer) one(ctx context.Context, epoch fence.Epoch, f *Finding, nameless bool) (*errs.Error, error) {
 	rec := f.entry.Record
 	if f.entry.Bare {
 		return errs.New(errs.ObjectNotFound, "%s", f.Message), nil
@@ -68,7 +69,7 @@ func (r *Repairer) one(ctx context.Context, epoch fence.Epoch, f *Finding) (*err
 		f.Message = fmt.Sprintf("put back at revision %d", rec.Revision)
 	}
 	refused, err := r.commit(ctx, c)
-	if refused != nil && refused.Reason == errs.NameTaken {
+	if nameless && refused != nil && refused.Reason == errs.NameTaken {
 		c.Puts[0].Record.Name = ""
 		holder := refused.Details["uid"]
 		if refused, err = r.commit(ctx, c); refused == nil && err == nil {
