@@ -15,9 +15,9 @@ import (
 var hunts = map[mutant.Name]Options{
 	mutant.NoEpochCheck:     {Only: "commit of a leader late", Faults: 1, Operations: 100, Patience: 3 * time.Second},
 	mutant.BlindRetry:       {Only: "reply to a commit lost", Faults: 2, Operations: 100, Patience: 3 * time.Second},
-	mutant.StaleView:        {Only: "server came back with a copy", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 20 * time.Second},
-	mutant.UnreportedLoss:   {Only: "server came back with an old dump, a node away", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 40 * time.Second},
-	mutant.Resurrection:     {Only: "server came back with an old dump, a node away", Faults: 2, Operations: 400, Patience: 3 * time.Second, FaultPatience: 40 * time.Second},
+	mutant.StaleView:        {Only: "server came back with a copy", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: time.Minute},
+	mutant.UnreportedLoss:   {Only: "server came back with an old dump, a node away", Faults: 1, Operations: 300, Patience: 3 * time.Second, FaultPatience: 2 * time.Minute},
+	mutant.Resurrection:     {Only: "server came back with an old dump, a node away", Faults: 2, Operations: 400, Patience: 3 * time.Second, FaultPatience: 2 * time.Minute},
 	mutant.NoTombstone:      {Only: "name of a deleted volume given again", Faults: 1, Operations: 300, Patience: 3 * time.Second},
 	mutant.DroppedReference: {Only: "first attempts of commits lost", Faults: 1, Operations: 300, Patience: 3 * time.Second},
 }
