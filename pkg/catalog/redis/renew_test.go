@@ -153,6 +153,7 @@ func logIsRenewedWhereNeeded(t *testing.T, p redistest.Program) {
 	}
 	server.Kill(t)
 	server.Restart(t)
+	client = raw(t, server)
 	const many = 8
 	var all sync.WaitGroup
 	for i := range many {
