@@ -63,8 +63,28 @@ func (s *redisServer) close() error {
 func (s *redisServer) data() string { return filepath.Join(s.disk, "appendonlydir") }
 
 // copy gives a folder with what the server has on its disk now. It is what a running server has written, so its end may
-// be torn.
-func (s *redisServer) copy(to string) error { return os.CopyFS(to, os.DirFS(s.data())) }
+// be torn; but it is of one manifest, though the log may be written anew meanwhile.
+func (s *redisServer) copy(to string) error {
+	for {
+		before, err := s.manifest()
+		if err == nil {
+			err = errors.Join(os.RemoveAll(to), os.CopyFS(to, os.DirFS(s.data())))
+		}
+		after, again := s.manifest()
+		if err == nil && again == nil && before == after {
+			return nil
+		}
+		if err = errors.Join(err, again); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+}
+
+// manifest says which files the log is in.
+func (s *redisServer) manifest() (string, error) {
+	data, err := os.ReadFile(filepath.Join(s.data(), "appendonly.aof.manifest"))
+	return string(data), err
+}
 
 // rewind gives a killed server the data of an earlier copy.
 func (s *redisServer) rewind(from string) error {
