@@ -344,7 +344,7 @@ func TestIdleTimeout(t *testing.T) {
 	w := enter(t)
 	idler := func(command ...string) *client.Sandbox {
 		spec := w.spec(command...)
-		spec.IdleTimeout, spec.OnIdle, spec.WakeOnUse = durationpb.New(4 * time.Second), dormousev1.IdleAction_IDLE_ACTION_HIBERNATE, true
+		spec.IdleTimeout, spec.OnIdle, spec.WakeOnUse = durationpb.New(4*time.Second), dormousev1.IdleAction_IDLE_ACTION_HIBERNATE, true
 		return w.create(spec)
 	}
 	idle, busy, attached := idler(), idler("sh", "-c", "while :; do :; done"), idler()
