@@ -45,7 +45,7 @@ const uncheckable = "could not be checked within"
 func (c *checker) check(cells int) (wrong []string, steps int) {
 	for n := range cells {
 		p := c.partition(n)
-		parts := append(slices.Clone(p.alone), p)
+		parts := append(slices.Clone(p.alone), p.split()...)
 		for i, part := range parts {
 			steps += len(part.events)
 			what := fmt.Sprintf("cell %d", n)

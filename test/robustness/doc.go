@@ -9,8 +9,7 @@
 // Faults after which something is lost (a node away, coordinators new) are not in the twenty seeds of CI, which has what is told step by step instead
 // (TestC21...), and the variants.
 //
-// A server's log is cut off between commits. One that ends within a commit is cut by Redis 7.0 after the last whole command, not before the commit's MULTI: at the start
-// after the next the half commit is applied. That is Redis's own, and would be found in whatever seed cuts a log and later starts the server once more.
+// A server's log is cut off anywhere, within a commit too, and a server that is started is started once more if it ends by itself, as a service manager does (ADR 54).
 //
 // # The system
 //

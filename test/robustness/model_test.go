@@ -1,6 +1,7 @@
 package robustness
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -140,5 +141,35 @@ func TestTheModelOfALoss(t *testing.T) {
 		if wrong = append(wrong, more...); (len(wrong) == 0) != c.good {
 			t.Errorf("%s: %v", name, wrong)
 		}
+	}
+}
+
+// TestIndependentPartsAreCheckedApart: what shares no name and refers to nothing of the other; a step is in the part of what it is about.
+func TestIndependentPartsAreCheckedApart(t *testing.T) {
+	h := begun()
+	h.tell(Record{Kind: CreateVolume, Op: "b", Name: "b", UID: "B", Outcome: OK})
+	h.tell(Record{Kind: Attach, Op: "t", Name: "b", Target: "b", UID: "T", Outcome: OK})
+	h.tell(Record{Kind: Publish, Op: "q", Target: "t", UID: "Q", Outcome: OK})
+	h.tell(refusal(DeleteVolume, "db", "b", errs.StillReferenced, map[string]string{"references": "T,Q"}))
+	h.tell(Record{Kind: CreateVolume, Op: "c", Name: "c", UID: "C", Outcome: OK})
+	h.tell(refusal(CreateVolume, "a2", "", errs.NameTaken, map[string]string{"uid": "V"}))
+	records, objects, byUID, _ := h.snapshot()
+	p := (&checker{records: records, objects: objects, byUID: byUID}).partition(0)
+	var sizes []int
+	steps := 0
+	for _, part := range p.split() {
+		sizes, steps = append(sizes, len(part.things)), steps+len(part.events)
+		for op, i := range part.index {
+			if part.things[i] != p.things[p.index[op]] && part.things[i].target < 0 {
+				t.Errorf("%s is %+v, and was %+v", op, part.things[i], p.things[p.index[op]])
+			}
+		}
+		if verdict := part.check(time.Minute); verdict != "" {
+			t.Error(verdict)
+		}
+	}
+	slices.Sort(sizes)
+	if !slices.Equal(sizes, []int{1, 3, 4}) || steps != len(p.events) {
+		t.Errorf("parts of %v things and %d steps, of %d and %d", sizes, steps, len(p.things), len(p.events))
 	}
 }

@@ -48,12 +48,36 @@ func newRedis(dir string) (*redisServer, error) {
 	return s, nil
 }
 
-// up starts the server and waits until it has loaded its data.
+// up starts the server and waits until it has loaded its data. One that ends by itself is started once more, as a service manager does: a log that was
+// cut off, whose rewrite was cut off too, is put right at the first start, which ends.
 func (s *redisServer) up(ctx context.Context) error {
-	if err := errors.Join(s.trim(), s.start()); err != nil {
+	err := s.upOnce(ctx)
+	if !errors.Is(err, errEnded) {
 		return err
 	}
-	return until(ctx, "the server answers", func() error { return s.client.Ping(ctx).Err() })
+	return errors.Join(s.kill(), s.upOnce(ctx))
+}
+
+var errEnded = errors.New("the server has ended by itself")
+
+func (s *redisServer) upOnce(ctx context.Context) error {
+	if err := s.start(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	ended := s.ended()
+	go func() { // ends with the wait
+		select {
+		case <-ended:
+			cancel(errEnded)
+		case <-ctx.Done():
+		}
+	}()
+	if err := until(ctx, "the server answers", func() error { return s.client.Ping(ctx).Err() }); err != nil {
+		return errors.Join(context.Cause(ctx), err)
+	}
+	return nil
 }
 
 func (s *redisServer) close() error {
@@ -121,18 +145,6 @@ func (s *redisServer) load(dump string) error {
 // truncate takes so many bytes off the end of a killed server's log.
 func (s *redisServer) truncate(bytes int64) error {
 	return s.logs(func(path string, size int64) error { return os.Truncate(path, max(size-bytes, 0)) })
-}
-
-// trim takes off the end of a server's log what is no whole commit. Redis 7.0 cuts after the last whole command of it, and applies what is left at the
-// start after the next: that is another fault than those of this package.
-func (s *redisServer) trim() error {
-	return s.logs(func(path string, _ int64) error {
-		data, err := os.ReadFile(path)
-		if err != nil {
-			return err
-		}
-		return os.Truncate(path, int64(whole(data)))
-	})
 }
 
 // logs calls do with each log of the server, and its size.
